@@ -13,6 +13,7 @@ from typing import Protocol
 from memory.pages.kv_range import PrefixHit, Range
 from memory.pages.layer_groups import PageLayout
 from memory.prefix.page_store import PrefixStats
+from memory.prefix.question import Question
 from memory.prefix.store_stats import StoreStats
 
 
@@ -190,6 +191,9 @@ class PrefixState(Protocol):
     def stats(self) -> PrefixStats: ...
 
     @property
+    def question(self) -> Question: ...
+
+    @property
     def has_store(self) -> bool: ...
 
     @property
@@ -209,6 +213,9 @@ class PrefixState(Protocol):
 
     def is_cached(self, key: bytes) -> bool:
         """Returns whether the cache has the page with this key. Any thread may call it."""
+
+    def is_stored(self, key: bytes) -> bool:
+        """Returns whether the store can probably load the page."""
 
     def poll(self) -> None:
         """Completes transfers that have ended; starts to write old pages to the store."""

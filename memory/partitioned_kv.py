@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from memory.kv_manager import KVManager
 from memory.pages.kv_range import PrefixHit, Range
 from memory.prefix.page_store import PrefixStats
+from memory.prefix.question import Question
 from memory.prefix.store_stats import StoreStats
 
 
@@ -216,6 +217,7 @@ class PartitionedPrefixes:
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         self._partitions = partitions
         self._stats = PrefixStats()
+        self.question = Question()  # nobody asks one
 
     @property
     def stats(self) -> PrefixStats:
@@ -227,6 +229,9 @@ class PartitionedPrefixes:
 
     def is_cached(self, key: bytes) -> bool:
         return any(partition.prefixes.is_cached(key) for partition in self._partitions)
+
+    def is_stored(self, key: bytes) -> bool:
+        return False
 
     def poll(self) -> None:
         pass

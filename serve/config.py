@@ -118,6 +118,7 @@ class EngineSettings(KVEventOptions, total=False):
     kv_peers: tuple[str, ...]
     kv_listen: str | None
     kv_peer_key_file: str | Path | None
+    kv_replica_bytes: int | None
     tokenize_threads: int
     compute_threads: int | None
     tune: bool
@@ -226,6 +227,8 @@ class EngineConfig(KVEventSettings):
         "tcp://*" stands for those that requests name in kv_transfer_params.
     kv_listen: where other engines pull this one's cached K/V.
     kv_peer_key_file: a file with the secret that these engines share.
+    kv_replica_bytes: memory for copies of the K/V of the peers' running sequences, so that these
+        can go on when their engine dies. None: none are kept.
     tokenize_threads: the number of threads that tokenize.
     compute_threads: the number of cores that compute; None takes all that the affinity mask and
         the cgroup's quota allow.
@@ -299,6 +302,7 @@ class EngineConfig(KVEventSettings):
     kv_peers: tuple[str, ...] = ()
     kv_listen: str | None = None
     kv_peer_key_file: str | Path | None = None
+    kv_replica_bytes: int | None = None
     tokenize_threads: int = 2
     compute_threads: int | None = None
     tune: bool = True

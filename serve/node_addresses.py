@@ -32,6 +32,8 @@ class _Settings(Protocol):
     @property
     def kv_listen(self) -> str | None: ...
     @property
+    def kv_replica_bytes(self) -> int | None: ...
+    @property
     def prefix_cache(self) -> bool: ...
 
 
@@ -70,6 +72,12 @@ def check_peers(config: _Settings) -> None:
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if getattr(config, name) != 1:
             raise ConfigError(f"{used} needs a model in one process: leave out {name}")
+
+
+def check_copies(config: _Settings) -> None:
+    """Checks, when the model is loaded, that there are engines whose sequences are copied."""
+    if config.kv_replica_bytes is not None and not config.kv_peers:
+        raise ConfigError("kv_replica_bytes needs kv_peers, whose running sequences are copied")
 
 
 def checked_addresses(setting: str, nodes: object, is_encrypted: bool) -> tuple[str, ...]:

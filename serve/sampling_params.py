@@ -68,6 +68,8 @@ class SamplingParams:
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
     is_reasoning_open: whether the prompt ends inside the reasoning; None looks at its end.
     prediction: a text that the answer is expected to repeat in large part; drafts come from it.
+    awaits_prefill: another engine of kv_peers computes the prompt at this moment: its K/V is pulled
+    as it is computed, and only what does not come is computed here.
     answers_so_far: one for each of the n sequences, or none. An engine with the same model goes on
     with the token that the first engine would have sampled next; it needs the same seed. What it
     answers begins with the tokens so far, without their log-probabilities.
@@ -102,6 +104,7 @@ class SamplingParams:
     thinking_token_budget: int | None = None
     is_reasoning_open: bool | None = None
     prediction: str | None = None
+    awaits_prefill: bool = False
     answers_so_far: tuple[AnswerSoFar, ...] = ()
 
     def __post_init__(self) -> None:

@@ -188,6 +188,7 @@ def check_counts(settings: _Counts) -> None:
         "memory_node_bytes",
         "kvp_segment_tokens",
         "lend_bytes",
+        "kv_replica_bytes",
         "tokenize_threads",
         "compute_threads",
         "tensor_parallel_size",

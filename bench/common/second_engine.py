@@ -18,17 +18,25 @@ _CONNECT_S = 30.0
 
 @contextmanager
 def second_engine(
-    run: Callable[..., None], settings: Mapping[str, Any], *more: object
+    run: Callable[..., None],
+    settings: Mapping[str, Any],
+    *more: object,
+    transport: str = "tcp",
 ) -> Iterator[tuple[Connection, Path]]:
     """Runs run(settings, *more, pipe) in a process and yields this end of the pipe and the file of
-    the key. The settings that `run` gets have the key and an address where it is pulled from."""
+    the key. The settings that `run` gets have the key and an address where it is pulled from, by
+    this transport, tcp or shm."""
     with tempfile.TemporaryDirectory(prefix="mergestep-peers-") as folder:
         key = Path(folder) / "key"
         key.write_text("a key for a measurement")
         key.chmod(0o600)
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
-        shared = {**settings, "kv_peer_key_file": key, "kv_listen": "tcp://127.0.0.1:0"}
+        listen = {
+            "tcp": "tcp://127.0.0.1:0",
+            "shm": f"shm://{folder}/kv.sock",
+        }[transport]
+        shared = {**settings, "kv_peer_key_file": key, "kv_listen": listen}
         process = context.Process(target=run, args=(shared, *more, theirs), daemon=True)
         process.start()
         theirs.close()  # so that its end is noticed here

@@ -19,14 +19,19 @@ from dataclasses import replace
 from memory.peers.page_source import BUFFER_PAGES, PageBuffer, PageSource
 from memory.peers.wire import (
     MAX_NAMES,
+    Flag,
     Kind,
     PageChecksums,
     PeerProtocolError,
     difference,
     header,
+    pack_news,
+    read_header,
     read_names,
+    read_news_request,
 )
 from memory.prefix.peer_stats import ServeStats
+from memory.prefix.sequence_names import SequenceNames
 from transport.base import Endpoint, Listener, Segment, TransportError
 from transport.messages import post_bytes, view_of
 
@@ -35,6 +40,7 @@ logger = logging.getLogger(__name__)
 POST_S = 2.0  # a peer that does not take a page for so long is left
 BARRED_S = 30.0
 NAMES_PER_S = 50_000  # that a peer may ask about in the long run
+_NAMES_OF_NEWS = 64  # that a question for news counts as
 _MAX_BARRED = 1024
 _WAIT_S = 0.1
 
@@ -66,14 +72,16 @@ class PageServer:
         source: PageSource,
         checksums: PageChecksums,
         page_bytes: int,
+        names: SequenceNames | None = None,
     ) -> None:
-        """The server closes the listener."""
+        """The server closes the listener. names: those of this engine's sequences."""
         self.url = listener.url
         self._listener = listener
         self._identity = identity
         self._source = source
         self._checksums = checksums
         self._page_bytes = page_bytes
+        self._names = names
         self._stats = ServeStats()
         self._turn = threading.Lock()  # of reading pages
         self._lock = threading.Lock()  # guards the following
@@ -143,8 +151,9 @@ class PageServer:
     # ---- one peer
 
     def _serve(self, endpoint: Endpoint) -> None:
+        follower = object()  # what this connection is to the names
         try:
-            self._answer_all(endpoint)
+            self._answer_all(endpoint, follower)
         except PeerProtocolError as error:
             self._bar(endpoint, str(error))
         except (TransportError, OSError) as error:
@@ -154,22 +163,29 @@ class PageServer:
             logger.exception("kv_listen: serving the peer at %s failed", endpoint.peer.address)
         finally:
             endpoint.close()
+            if self._names is not None:
+                self._names.leave(follower)
             with self._lock:
                 self._threads.discard(threading.current_thread())
 
-    def _answer_all(self, endpoint: Endpoint) -> None:
+    def _answer_all(self, endpoint: Endpoint, follower: object) -> None:
         budget, buffer = NameBudget(), None
         while not self._is_closing:
             frame = endpoint.poll(_WAIT_S)
             if frame is None:
                 continue
             try:
-                kind, number, names = read_names(view_of(frame))
+                message = view_of(frame)
+                if read_header(message)[0] == Kind.NEWS:
+                    budget.take(_NAMES_OF_NEWS)
+                    self._tell_news(endpoint, follower, *read_news_request(message))
+                    continue
+                kind, number, names = read_names(message)
             finally:
                 endpoint.release(frame)
             budget.take(len(names))
             if kind is Kind.ASK:
-                flags = bytes([self._source.contains(name) for name in names])
+                flags = bytes([self._flag(name) for name in names])
                 post_bytes(endpoint, header(Kind.HAVE, number, len(names)) + flags, POST_S)
                 continue
             buffer = buffer or PageBuffer(self._page_bytes)
@@ -179,6 +195,16 @@ class PageServer:
                 batch = names[first : first + BUFFER_PAGES]
                 if not self._post_pages(endpoint, number, first, batch, buffer):
                     return
+
+    def _flag(self, name: bytes) -> Flag:
+        if self._source.contains(name):
+            return Flag.THERE
+        is_coming = self._names is not None and self._names.is_expected(name)
+        return Flag.COMING if is_coming else Flag.ABSENT
+
+    def _tell_news(self, endpoint: Endpoint, follower: object, number: int, most: int) -> None:
+        news = [] if self._names is None else self._names.news(follower, most)
+        post_bytes(endpoint, pack_news(number, news), POST_S)
 
     def _post_pages(
         self, endpoint: Endpoint, number: int, first: int, names: list[bytes], buffer: PageBuffer

@@ -13,6 +13,7 @@ import mmap
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 
+from memory.peers.page_copies import PageCopies
 from memory.prefix.index import PrefixIndex
 from memory.prefix.page_store import PageStore
 
@@ -47,16 +48,23 @@ class PageSource:
     """The pages of one engine."""
 
     def __init__(
-        self, index: PrefixIndex, address_of: Callable[[int], int], below: PageStore | None
+        self,
+        index: PrefixIndex,
+        address_of: Callable[[int], int],
+        below: PageStore | None,
+        copies: PageCopies | None = None,
     ) -> None:
         """address_of: a page's address, whatever range maps it. below: has further pages, and
-        loads them for any thread."""
+        loads them for any thread. copies: those of others' pages."""
         self._index = index
         self._address_of = address_of
         self._below = below
+        self._copies = copies
 
     def contains(self, name: bytes) -> bool:
-        return self._index.has_key(name) or (self._below is not None and self._below.contains(name))
+        if self._index.has_key(name) or (self._copies is not None and self._copies.contains(name)):
+            return True
+        return self._below is not None and self._below.contains(name)
 
     def read(self, names: Sequence[bytes], buffer: PageBuffer) -> list[bool] | None:
         """Reads pages into the buffer's slots; returns which are there. None: the store below does
@@ -79,7 +87,7 @@ class PageSource:
     def _copy(self, name: bytes, buffer: PageBuffer, slot: int) -> bool:
         seen = self._index.seen(name)
         if seen is None:
-            return False
+            return self._copies is not None and self._copies.read(name, buffer.address(slot))
         page, node = seen
         ctypes.memmove(buffer.address(slot), self._address_of(page), buffer.page_bytes)
         return self._index.is_still(name, node)

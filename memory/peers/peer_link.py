@@ -13,19 +13,25 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
+from memory.peers import jobs
+from memory.peers.copying import Copying
+from memory.peers.jobs import AskJob, Job, NewsJob, PullJob
+from memory.peers.page_copies import PageCopies
 from memory.peers.wire import (
     HEADER_BYTES,
     PAGE_HEADER_BYTES,
+    Flag,
     Kind,
     PageChecksums,
     PeerProtocolError,
     difference,
+    header,
     pack_names,
     read_answer,
+    read_news,
 )
 from memory.prefix.peer_stats import PullStats
 from transport.base import Endpoint, Frame, TransportError, TransportTimeoutError
@@ -33,7 +39,6 @@ from transport.messages import post_bytes, view_of
 
 logger = logging.getLogger(__name__)
 
-ASK_S = 0.25  # the longest wait for which pages a peer has
 PAGE_S = 1.0  # the longest wait for the next page
 PULL_S = 5.0  # the longest that all pages of a request take
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
@@ -41,40 +46,6 @@ _IDLE_S = 0.25  # between two looks at an idle connection
 _SLICE_S = 0.1  # a wait looks so often whether the link is being closed
 
 Connect = Callable[[str], Endpoint]
-
-
-@dataclass(slots=True)
-class AskJob:
-    """A question about names; on_answer gets those that the peer has, none without an answer."""
-
-    names: list[bytes]
-    on_answer: Callable[[list[bytes]], None]
-    until_s: float = field(default_factory=lambda: time.monotonic() + ASK_S)
-    is_answered: bool = False
-
-    def answer(self, names: list[bytes]) -> None:
-        """Ends the question; a second answer does not count."""
-        if not self.is_answered:
-            self.is_answered = True
-            self.on_answer(names)
-
-    def fail(self) -> None:
-        """Ends it if it has not ended: the peer has nothing."""
-        self.answer([])
-
-
-@dataclass(slots=True)
-class PullJob:
-    """Pages to pull, as (name, address), and a future for each."""
-
-    pages: Sequence[tuple[bytes, int]]
-    futures: list[Future[bool]]
-
-    def fail(self) -> None:
-        """Ends the futures that have not ended: their pages are not there."""
-        for future in self.futures:
-            if not future.done():
-                future.set_result(False)
 
 
 class PeerLink:
@@ -89,9 +60,11 @@ class PeerLink:
         page_bytes: int,
         engine_id: str = "",
         pauses: tuple[float, float] = (_FIRST_PAUSE_S, _LONGEST_PAUSE_S),
+        copies: PageCopies | None = None,
     ) -> None:
         """engine_id: ours, so that an engine that is among its own peers leaves itself alone.
-        pauses: the first and the longest, in seconds."""
+        pauses: the first and the longest, in seconds. copies: gets pages of the peer's running
+        sequences in idle moments."""
         self.url = url
         self.stats = PullStats()
         self._connect = connect
@@ -104,7 +77,8 @@ class PeerLink:
         self._resumes_s = 0.0
         self._number = 0
         self._endpoint: Endpoint | None = None
-        self._jobs: queue.SimpleQueue[AskJob | PullJob | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._copying = None if copies is None else Copying(url, copies)
         self._is_closing = False
         self._is_starting = True
         self._thread = threading.Thread(target=self._run, name="mergestep-pull", daemon=True)
@@ -120,7 +94,7 @@ class PeerLink:
         endpoint = self._endpoint
         return endpoint is not None and not endpoint.is_lost and not self._is_closing
 
-    def submit(self, job: AskJob | PullJob) -> None:
+    def submit(self, job: Job) -> None:
         """Queues a job; it ends even if the peer does not answer."""
         if not (self.is_ready or self.is_starting):
             job.fail()
@@ -146,9 +120,13 @@ class PeerLink:
             while not self._is_closing:
                 self._keep_connected()
                 self._is_starting = False
+                copying = self._copying if self._endpoint is not None else None
+                idle_s = _IDLE_S if copying is None else min(_IDLE_S, copying.due_in_s())
                 try:
-                    job = self._jobs.get(timeout=_IDLE_S)
+                    job = self._jobs.get(timeout=idle_s)
                 except queue.Empty:
+                    if copying is not None:
+                        self._copy(copying)
                     continue
                 if job is not None:
                     self._do(job)
@@ -182,7 +160,14 @@ class PeerLink:
         logger.info("K/V is pulled from %s", self.url)
         self._endpoint = endpoint
 
-    def _do(self, job: AskJob | PullJob) -> None:
+    def _copy(self, copying: Copying) -> None:
+        """Does the next part of copying, if it is due."""
+        job, began_s = copying.next_job(), time.monotonic()
+        if job is not None:
+            self._do(job)
+            copying.took(time.monotonic() - began_s)
+
+    def _do(self, job: Job) -> None:
         endpoint = self._endpoint
         try:
             if endpoint is None or endpoint.is_lost:
@@ -190,6 +175,8 @@ class PeerLink:
             self._number += 1
             if isinstance(job, AskJob):
                 self._ask(endpoint, job)
+            elif isinstance(job, NewsJob):
+                self._ask_for_news(endpoint, job)
             else:
                 self._pull(endpoint, job)
             self._pause_s = 0.0
@@ -204,7 +191,7 @@ class PeerLink:
         if time.monotonic() > job.until_s:
             return
         self.stats.asked += len(job.names)
-        post_bytes(endpoint, pack_names(Kind.ASK, self._number, job.names), ASK_S)
+        post_bytes(endpoint, pack_names(Kind.ASK, self._number, job.names), jobs.ASK_S)
         frame = self._next(endpoint, max(0.0, job.until_s - time.monotonic()))
         try:
             message = view_of(frame)
@@ -214,14 +201,24 @@ class PeerLink:
             flags = bytes(message[HEADER_BYTES:])
         finally:
             endpoint.release(frame)
-        has = [name for name, flag in zip(job.names, flags, strict=True) if flag]
+        pairs = list(zip(job.names, flags, strict=True))
+        has = [name for name, flag in pairs if flag == Flag.THERE]
         self.stats.found += len(has)
-        job.answer(has)
+        job.answer(has, [name for name, flag in pairs if flag == Flag.COMING])
+
+    def _ask_for_news(self, endpoint: Endpoint, job: NewsJob) -> None:
+        post_bytes(endpoint, header(Kind.NEWS, self._number, job.most), jobs.ASK_S)
+        frame = self._next(endpoint, PAGE_S)
+        try:
+            news = read_news(view_of(frame), self._number, job.most)
+        finally:
+            endpoint.release(frame)
+        job.on_news(news)
 
     def _pull(self, endpoint: Endpoint, job: PullJob) -> None:
         began_s = time.monotonic()
         names = [name for name, _ in job.pages]
-        post_bytes(endpoint, pack_names(Kind.GET, self._number, names), ASK_S)
+        post_bytes(endpoint, pack_names(Kind.GET, self._number, names), jobs.ASK_S)
         try:
             for index, (name, address) in enumerate(job.pages):
                 left_s = began_s + PULL_S - time.monotonic()
@@ -270,6 +267,8 @@ class PeerLink:
             self._endpoint.close()
             self.stats.lost += not is_refused
         self._endpoint = None
+        if self._copying is not None:
+            self._copying.lose()
         self.stats.refused += is_refused
         is_first = not self._pause_s
         self._pause_s = min(max(self._first_pause_s, 2 * self._pause_s), self._longest_pause_s)

@@ -11,18 +11,21 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
+from memory.peers.jobs import AskJob, PullJob
+from memory.peers.page_copies import PageCopies
 from memory.peers.page_server import PageServer
-from memory.peers.peer_link import AskJob, PeerLink, PullJob
+from memory.peers.peer_link import PeerLink
 from memory.peers.wire import MAX_NAMES
 from memory.prefix.page_store import PageStore
 from memory.prefix.peer_stats import PeersStats, PullStats, ServeStats
 from memory.prefix.store_stats import StoreStats
 
 KNOWN_S = 5.0  # how long it is remembered what a peer has
+COMING_S = 1.0  # how long it is remembered what a peer is computing
 _MAX_KNOWN = 65_536  # names
 MAX_NAMED = 16
 """The most peers that requests name."""
@@ -45,9 +48,10 @@ class PeerStore:
         engine_id: str = "",
         max_requests: int = 1024,
         clock: Callable[[], float] = time.monotonic,
+        copies: PageCopies | None = None,
     ) -> None:
         """The store closes the links, the server and the store below. make_link: connects to peers
-        that requests name; None: there are none but `links`."""
+        that requests name; None: there are none but `links`. copies: what the links have copied."""
         self._links = list(links)
         self._make_link = make_link
         self._forgotten = PullStats()  # of named peers
@@ -59,6 +63,9 @@ class PeerStore:
         self._clock = clock
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, tuple[PeerLink, float]] = OrderedDict()
+        self._coming: OrderedDict[bytes, tuple[PeerLink, float]] = OrderedDict()
+        self._copies = copies
+        self._copier = None if copies is None else ThreadPoolExecutor(1, "mergestep-copies")
         self._last_asked: bytes | None = None  # the last name of a question that is not used yet
         self._num_pulling = 0
         self._is_closed = False
@@ -109,16 +116,22 @@ class PeerStore:
         return future
 
     def _note(
-        self, link: PeerLink, left: list[int], future: Future[bool], names: list[bytes]
+        self,
+        link: PeerLink,
+        left: list[int],
+        future: Future[bool],
+        names: list[bytes],
+        coming: list[bytes],
     ) -> None:
         """Remembers what a peer has; the last peer's answer ends the question."""
-        now_s = self._clock()
+        known = link, self._clock()
         with self._lock:
-            for name in names:
-                self._known[name] = link, now_s
-                self._known.move_to_end(name)
-                if len(self._known) > _MAX_KNOWN:
-                    self._known.popitem(last=False)
+            for table, found in ((self._known, names), (self._coming, coming)):
+                for name in found:
+                    table[name] = known
+                    table.move_to_end(name)
+                    if len(table) > _MAX_KNOWN:
+                        table.popitem(last=False)
             left[0] -= 1
             is_last = not left[0]
         if is_last:
@@ -130,20 +143,31 @@ class PeerStore:
             return None
         return link
 
+    def is_coming(self, key: bytes) -> bool:
+        """Returns whether a peer was computing this page when it was asked a moment ago."""
+        link, at_s = self._coming.get(key, (None, 0.0))
+        return link is not None and link.is_ready and self._clock() < at_s + COMING_S
+
     def contains(self, key: bytes) -> bool:
         return self._is_below(key) or self._peer_with(key) is not None
 
     def _is_below(self, key: bytes) -> bool:
-        return self._below is not None and self._below.contains(key)
+        return self._is_copied(key) or (self._below is not None and self._below.contains(key))
+
+    def _is_copied(self, key: bytes) -> bool:
+        return self._copies is not None and self._copies.contains(key)
 
     # ---- transfers
 
     def load_many(self, pages: Sequence[tuple[bytes, int]]) -> list[Future[bool]]:
         """Loads what the store below has, and pulls the rest from the peers that have it."""
         below: list[int] = []
+        copied: list[int] = []
         pulls: dict[PeerLink | None, list[int]] = {}
         for index, (key, _) in enumerate(pages):
-            if self._is_below(key):
+            if self._is_copied(key):
+                copied.append(index)
+            elif self._is_below(key):
                 below.append(index)
             else:
                 pulls.setdefault(self._peer_with(key), []).append(index)
@@ -153,15 +177,24 @@ class PeerStore:
             loads = self._below.load_many([pages[index] for index in below])
             for index, load in zip(below, loads, strict=True):
                 futures[index] = load
+        for index in (*copied, *(index for indices in pulls.values() for index in indices)):
+            self._begin_pull(futures[index])
+        if copied:
+            assert self._copier is not None
+            job = PullJob([pages[i] for i in copied], [futures[i] for i in copied])
+            self._copier.submit(self._read_copies, job)
         for link, indices in pulls.items():
-            for index in indices:
-                self._begin_pull(futures[index])
             job = PullJob([pages[i] for i in indices], [futures[i] for i in indices])
             if link is None:
                 job.fail()
             else:
                 link.submit(job)
         return futures
+
+    def _read_copies(self, job: PullJob) -> None:
+        assert self._copies is not None
+        for (name, address), future in zip(job.pages, job.futures, strict=True):
+            future.set_result(self._copies.read(name, address))
 
     def _begin_pull(self, future: Future[bool]) -> None:
         future.set_running_or_notify_cancel()  # so that it cannot be cancelled
@@ -200,7 +233,8 @@ class PeerStore:
             pulls[ANY_PEER] = self._named_stats()
         serves = ServeStats() if self._server is None else self._server.snapshot()
         url = None if self._server is None else self._server.url
-        return replace(found, peers=PeersStats(pulls, serves, self._engine_id, url))
+        copies = None if self._copies is None else self._copies.stats()
+        return replace(found, peers=PeersStats(pulls, serves, self._engine_id, url, copies))
 
     def _named_stats(self) -> PullStats:
         with self._lock:
@@ -217,6 +251,8 @@ class PeerStore:
             self._is_closed = True
         for link in self._all_links():
             is_quiet &= link.close(max(0.0, peers_end_s - time.monotonic()))
+        if self._copier is not None:
+            self._copier.shutdown()  # it only copies memory
         if self._below is not None:
             is_quiet &= self._below.close(max(0.0, end_s - time.monotonic()))
         return is_quiet

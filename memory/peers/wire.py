@@ -2,9 +2,12 @@
 
     the one that pulls            the one that has pages
     ASK names              ->
-                           <-     HAVE, a byte for each name: whether it can be loaded
+                           <-     HAVE, a byte for each name: it can be loaded, is being computed,
+                                  or neither
     GET names              ->
                            <-     PAGE for each name in their order: checksum and bytes, or nothing
+    NEWS, at most n        ->
+                           <-     NEW, names of pages of running sequences since the last NEWS
 
 Every message begins with a header: its kind, the number of the request and a count. An answer has
 the number of its request. A page's checksum is keyed by the shared secret and the page's name. So a
@@ -23,13 +26,16 @@ from enum import IntEnum
 from memory.prefix.index import KEY_BYTES
 from transport.base import TransportError
 
-PROTOCOL = "1"
+PROTOCOL = "2"
 MAX_NAMES = 8192
 """The most names of one message."""
+MAX_NEWS = 1024
+"""The most names of one NEW."""
 CHECKSUM_BYTES = 16
 _HEADER = struct.Struct("<BxxxII")
 HEADER_BYTES = _HEADER.size
 PAGE_HEADER_BYTES = HEADER_BYTES + CHECKSUM_BYTES
+_NEW_PAGE = struct.Struct(f"<I{KEY_BYTES}s")
 NAMES_WINDOW_BYTES = 1 << 20
 """A window for messages of names; a message takes a quarter of it at most."""
 _SHOWN_CHARS = 80
@@ -40,6 +46,16 @@ class Kind(IntEnum):
     HAVE = 2
     GET = 3
     PAGE = 4
+    NEWS = 5
+    NEW = 6
+
+
+class Flag(IntEnum):
+    """What HAVE says of a page."""
+
+    ABSENT = 0
+    THERE = 1
+    COMING = 2
 
 
 class PeerProtocolError(TransportError):
@@ -75,6 +91,32 @@ def read_names(message: memoryview) -> tuple[Kind, int, list[bytes]]:
     body = bytes(message[HEADER_BYTES:])
     names = [body[at : at + KEY_BYTES] for at in range(0, len(body), KEY_BYTES)]
     return Kind(kind), number, names
+
+
+def read_news_request(message: memoryview) -> tuple[int, int]:
+    """Returns the number of a NEWS and the most names that it asks for. PeerProtocolError if it is
+    none."""
+    kind, number, most = read_header(message)
+    if kind != Kind.NEWS or len(message) != HEADER_BYTES or not 0 < most <= MAX_NEWS:
+        raise PeerProtocolError(f"a question for {most} new names in {len(message)} bytes")
+    return number, most
+
+
+def pack_news(number: int, pages: Sequence[tuple[int, bytes]]) -> bytes:
+    """pages: the number of a sequence, and a name."""
+    body = b"".join([_NEW_PAGE.pack(*page) for page in pages])
+    return header(Kind.NEW, number, len(pages)) + body
+
+
+def read_news(message: memoryview, number: int, most: int) -> list[tuple[int, bytes]]:
+    """Returns what pack_news was given. PeerProtocolError for anything else, or for more names than
+    were asked for."""
+    kind, found, count = read_header(message)
+    if (kind, found) != (Kind.NEW, number & 0xFFFFFFFF) or count > most:
+        raise PeerProtocolError(f"{count} new names in a message of kind {kind}")
+    if len(message) != HEADER_BYTES + count * _NEW_PAGE.size:
+        raise PeerProtocolError(f"{count} new names in {len(message)} bytes")
+    return list(_NEW_PAGE.iter_unpack(bytes(message[HEADER_BYTES:])))
 
 
 def read_answer(message: memoryview, kind: Kind, number: int, count: int) -> None:

@@ -344,13 +344,13 @@ class PrefixCache:
 
     @property
     def is_transferring(self) -> bool:
-        return bool(self._loads or self._writes) or self.question.is_open
+        return bool(self._loads or self._writes) or self.question.is_waited_for
 
     def wait(self, timeout_s: float) -> None:
         futures = [*self.question.futures, *(write.future for write in self._writes)]
         if self._loads:  # loads are completed in order
             futures.append(self._loads[0].future)
-        self._wait_for(futures, timeout_s)
+        self._wait_for(futures, self.question.limited(timeout_s))
 
     def close(self, timeout_s: float = 30.0) -> None:
         """Writes what is not yet in the store, as far as the time allows, closes the store and

@@ -38,13 +38,27 @@ class ServeStats:
     refused: int = 0  # connections ended for what the peer sent, is, or did not take
 
 
+@dataclass(slots=True)
+class CopyStats:
+    """Copies here of pages that other engines' sequences use. pages and num_bytes: now; the others
+    since the start."""
+
+    pages: int = 0
+    num_bytes: int = 0
+    copied: int = 0  # pages
+    used: int = 0  # pages read again, here or by a peer
+    declined: int = 0  # sequences for which there was no room, or whose pages did not come
+
+
 @dataclass(frozen=True, slots=True)
 class PeersStats:
     """All of them: pulls by the peer's address; those of all peers that requests have named are one
     entry, so that clients cannot make endless ones. engine_id: this engine's, as peers see it.
-    url: where peers pull; None: nowhere."""
+    url: where peers pull; None: nowhere. copies: those of others' pages; None: there are none by
+    the settings."""
 
     pulls: dict[str, PullStats]
     serves: ServeStats
     engine_id: str = ""
     url: str | None = None
+    copies: CopyStats | None = None

@@ -169,6 +169,7 @@ def _load(
         make_queue(config.order),
     )
     use_drafting(scheduler, make_drafting(config, scheduler, runtime, draft, head))
+    scheduler.prefixes.names = runtime.names
     core = parts.core(
         runner=runner,
         scheduler=scheduler,

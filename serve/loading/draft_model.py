@@ -147,6 +147,7 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         kv_peers=(),
         kv_listen=None,
         kv_peer_key_file=None,
+        kv_replica_bytes=None,
     )
     try:
         resolve_precision(own, spec, is_trial=True)

@@ -6,21 +6,25 @@ import hashlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
+from memory.peers.page_copies import PageCopies
 from memory.peers.page_server import PageServer
 from memory.peers.page_source import PageSource
 from memory.peers.peer_link import Connect, PeerLink
 from memory.peers.peer_store import ANY_PEER, PeerStore
 from memory.peers.wire import NAMES_WINDOW_BYTES, PAGE_HEADER_BYTES, PROTOCOL, PageChecksums
 from memory.prefix.page_store import PageStore
+from memory.prefix.sequence_names import SequenceNames
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.disk_store import checkpoint_fingerprint
+from serve.loading.kv_sizing import reserving
 from serve.loading.node_connection import error_with_url
 from serve.loading.node_key import read_key_file
 from transport import check_scheme, connect, listen
-from transport.base import Endpoint, TransportError
+from transport.base import Endpoint, Listener, TransportError
 
 logger = logging.getLogger(__name__)
 
@@ -31,17 +35,26 @@ _MIN_WINDOW_BYTES, _SYSTEM_PAGE_BYTES = 4 << 20, 4096
 _DIGITS = 32  # of the checkpoint's fingerprint, which peers compare
 
 
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """store: pulls pages. secret: that of page keys, which all engines of this key, model and
+    layout have. names: those of this engine's sequences, if peers can ask for them."""
+
+    store: PeerStore
+    secret: bytes
+    names: SequenceNames | None
+
+
 def open_peers(
     config: EngineConfig,
     layout: Mapping[str, str],
     kv: KVManager,
     address_of: Callable[[int], int],
     below: PageStore | None,
-) -> tuple[PeerStore, bytes]:
-    """Listens at kv_listen, begins to connect to kv_peers, and returns a store that pulls pages,
-    and the secret of page keys, which all engines of this key, model and layout have. layout: what
-    the bytes of a page depend on, besides the checkpoint. below: the store of this machine; the
-    result closes it, as does a failure. ConfigError names the setting."""
+) -> Peers:
+    """Listens at kv_listen and begins to connect to kv_peers. layout: what the bytes of a page
+    depend on, besides the checkpoint. below: the store of this machine; that of the result closes
+    it, as does a failure. ConfigError names the setting."""
     try:
         return _open(config, layout, kv, address_of, below)
     except BaseException:
@@ -56,7 +69,7 @@ def _open(
     kv: KVManager,
     address_of: Callable[[int], int],
     below: PageStore | None,
-) -> tuple[PeerStore, bytes]:
+) -> Peers:
     if config.kv_peer_key_file is None:
         used = "kv_peers" if config.kv_peers else "kv_listen"
         raise ConfigError(
@@ -74,20 +87,37 @@ def _open(
             check_scheme(url)
         except ValueError as error:
             raise ConfigError(f"kv_peers: {error}") from error
-    server = None
+    copies = _copies(config, kv.page_bytes)
+    server = names = None
     if config.kv_listen is not None:
-        source = PageSource(kv.prefixes.index, address_of, below)
-        server = _listen(config.kv_listen, key, info, identity, source, checksums, kv.page_bytes)
+        source = PageSource(kv.prefixes.index, address_of, below, copies)
+        names = SequenceNames(kv.page_end)
+        listener = _listen(config.kv_listen, key, info)
+        server = PageServer(listener, identity, source, checksums, kv.page_bytes, names)
     connect_to = _connector(key, info, kv.page_bytes)
+    page_bytes = kv.page_bytes
 
-    def make_link(url: str) -> PeerLink:
-        return PeerLink(url, connect_to, identity, checksums, kv.page_bytes, engine_id)
+    def make_link(url: str, copies: PageCopies | None = None) -> PeerLink:
+        return PeerLink(url, connect_to, identity, checksums, page_bytes, engine_id, copies=copies)
 
-    links = [make_link(url) for url in config.kv_peers if url != ANY_PEER]
+    links = [make_link(url, copies) for url in config.kv_peers if url != ANY_PEER]
     named = make_link if ANY_PEER in config.kv_peers else None
-    store = PeerStore(links, below, server, make_link=named, engine_id=engine_id)
+    store = PeerStore(links, below, server, make_link=named, engine_id=engine_id, copies=copies)
     kv.prefixes.question.ask_store = store.ask
-    return store, secret
+    kv.prefixes.question.is_coming = store.is_coming
+    return Peers(store, secret, names)
+
+
+def _copies(config: EngineConfig, page_bytes: int) -> PageCopies | None:
+    """Returns where copies of pages of the peers' running sequences are kept, if anywhere."""
+    if not config.kv_replica_bytes:
+        return None
+    if config.kv_replica_bytes < page_bytes:
+        raise ConfigError(
+            f"kv_replica_bytes is {config.kv_replica_bytes}, less than a page of {page_bytes} bytes"
+        )
+    with reserving(config.kv_replica_bytes, "kv_replica_bytes"):
+        return PageCopies(page_bytes, config.kv_replica_bytes)
 
 
 def _identity(config: EngineConfig, layout: Mapping[str, str]) -> dict[str, str]:
@@ -120,15 +150,7 @@ def _connector(key: bytes, info: Mapping[str, object], page_bytes: int) -> Conne
     return connect_to
 
 
-def _listen(
-    url: str,
-    key: bytes,
-    info: Mapping[str, object],
-    identity: Mapping[str, str],
-    source: PageSource,
-    checksums: PageChecksums,
-    page_bytes: int,
-) -> PageServer:
+def _listen(url: str, key: bytes, info: Mapping[str, object]) -> Listener:
     try:
         listener = listen(
             url, key=key, info=info, window_bytes=NAMES_WINDOW_BYTES, max_peers=_MAX_PEERS
@@ -136,4 +158,4 @@ def _listen(
     except (TransportError, OSError, ValueError, ImportError) as error:
         raise ConfigError(f"kv_listen: {error_with_url(url, error)}") from error
     logger.info("other engines pull cached K/V at %s", listener.url)
-    return PageServer(listener, identity, source, checksums, page_bytes)
+    return listener

@@ -20,6 +20,7 @@ from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
 from memory.prefix.page_store import PageStore
+from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -39,6 +40,7 @@ from serve.machine import has_idle_core, local_kv_bytes
 from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE
+from serve.node_addresses import check_copies
 from serve.runner.runner import Closable, Runner
 from serve.setting_checks import check_for_states
 
@@ -65,6 +67,7 @@ class Runtime:
     nodes: NodeSet | None = None
     runner: Runner | None = None  # set on devices with a runner of their own
     use_peer: Callable[[str], None] | None = None  # pulls K/V from the engine at an address, too
+    names: SequenceNames | None = None  # those of pages of its sequences, for peers
 
 
 class _Stores(TypedDict, total=False):
@@ -72,6 +75,7 @@ class _Stores(TypedDict, total=False):
 
     prefix_secret: bytes
     use_peer: Callable[[str], None]
+    names: SequenceNames | None
 
 
 def load_runtime(
@@ -87,6 +91,7 @@ def load_runtime(
     progress = progress or LoadProgress()
     source = read_source(config)
     config, spec, precision, backend, _ = source
+    check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
     check_weights_fit(config, spec, precision)
@@ -257,10 +262,9 @@ def _use_stores(
         from serve.loading.kv_peers import open_peers  # only engines with peers need it
 
         identity = kv_identity(config, precision, name, groups, kv.page_bytes)
-        store, found["prefix_secret"] = peers, _ = open_peers(
-            config, identity, kv, memory.page_address, store
-        )
-        found["use_peer"] = peers.use_peer
+        peers = open_peers(config, identity, kv, memory.page_address, store)
+        store, found["prefix_secret"] = peers.store, peers.secret
+        found["use_peer"], found["names"] = peers.store.use_peer, peers.names
     if store is not None:
         writes = config.kv_cache_dir is not None
         kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, writes=writes)

@@ -8,11 +8,20 @@ from memory.kv_memory import KVMemory
 from memory.pages.kv_range import PrefixHit
 from memory.prefix.block_recorder import BlockRecorder
 from memory.prefix.index import PrefixHasher
+from memory.prefix.sequence_names import SequenceNames
 from serve.request import Request
-from serve.scheduler.sequence import Sequence
+from serve.scheduler.sequence import PeerWait, Sequence
 
 # How long a sequence waits for a page store that does not answer.
 _FETCH_LIMIT_S = 2.0
+# For a prompt that a peer computes: how soon peers are asked again, about how many further pages,
+# how long they may not know of it, and the shortest time after a page in which the next must come;
+# where no step was measured yet.
+_ASK_AGAIN_S = 0.01
+_ASKED_PAGES = 128
+_UNKNOWN_S = 0.25
+_STALLED_S = 1.0
+_STALLED_UNKNOWN_S = 5.0
 
 
 class PrefixLookup:
@@ -30,8 +39,12 @@ class PrefixLookup:
         self._hasher = hasher
         self._prefill_seconds = prefill_seconds
         self._fetch_deadline_s = 0.0
+        self._asking: Sequence | None = None  # for which the store was asked which pages it has
+        self._is_turn_due = False  # a sequence waits for one that takes turns at the store
         self.recorder: BlockRecorder | None = None
         """Notes the tokens of cached pages, for those who follow the cache from outside."""
+        self.names: SequenceNames | None = None
+        """Takes note of the pages of sequences, for peers."""
 
     @property
     def is_on(self) -> bool:
@@ -77,16 +90,80 @@ class PrefixLookup:
         if self._hasher is None or not self._kv.prefixes.has_store or sequence.reads_prompt:
             return False
         if self._kv.prefixes.is_fetching:
+            is_own = sequence.is_fetch_requested or self._asking is sequence
+            self._is_turn_due = not is_own
             return now_s < self._fetch_deadline_s
         if not sequence.is_fetch_requested and self._kv.can_fit(
             sequence.num_tokens, hit=self.match(sequence)
         ):
             if self.recorder is not None:
                 self.recorder.expect_loads(*_named_tokens(sequence))
-            self._kv.fetch(sequence.page_keys, self._prefill_seconds)
-            sequence.is_fetch_requested = not self._kv.prefixes.is_asking
-            self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
+            self._fetch(sequence, sequence.page_keys, now_s)
+            sequence.is_fetch_requested = self._asking is None
         return self._kv.prefixes.is_fetching
+
+    def _fetch(self, sequence: Sequence, keys: list[bytes], now_s: float) -> bool:
+        is_begun = self._kv.fetch(keys, self._prefill_seconds)
+        self._asking = sequence if self._kv.prefixes.is_asking else None
+        self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
+        return is_begun
+
+    def is_awaited(self, sequence: Sequence, now_s: float) -> bool:
+        """Returns whether a waiting sequence waits for pages that a peer computes, as its request
+        says. Loads those that are complete, so that most are here when the last one is."""
+        wait = sequence.peer_wait
+        if wait is None:
+            return False
+        prefixes = self._kv.prefixes
+        if self._hasher is not None and prefixes.has_store and not sequence.reads_prompt:
+            prefixes.question.is_awaited = True
+            if self._waits_on(sequence, wait, now_s):
+                return True
+            prefixes.question.is_awaited = False
+        sequence.peer_wait = None
+        return False
+
+    def _waits_on(self, sequence: Sequence, wait: PeerWait, now_s: float) -> bool:
+        prefixes = self._kv.prefixes
+        if wait.began_s is None:
+            self._extend_keys(sequence)
+            wait.began_s = now_s
+            self._extend_wait(sequence, wait, now_s)
+        if prefixes.is_fetching or now_s < wait.asks_s:
+            return now_s < wait.until_s
+        if self._asking not in (None, sequence) and now_s < self._fetch_deadline_s:
+            return True  # another one has asked, and uses the answer first
+        if self._is_turn_due:
+            self._is_turn_due = False
+            wait.asks_s = now_s + _ASK_AGAIN_S
+            return True
+        keys = sequence.page_keys
+        num_cached = self._kv.num_cached_tokens(keys)
+        if num_cached > wait.num_cached:
+            wait.num_cached = num_cached
+            self._extend_wait(sequence, wait, now_s)
+        first = 0  # the next page that it lacks
+        while first < len(keys) and (
+            self._kv.page_end(first) <= num_cached or prefixes.is_cached(keys[first])
+        ):
+            first += 1
+        if first == len(keys) or now_s >= wait.until_s:
+            return False
+        asked = keys[: first + _ASKED_PAGES]
+        if self._fetch(sequence, asked, now_s):
+            return True
+        if prefixes.is_stored(keys[first]):  # computing it is faster, or memory has no room
+            return False
+        wait.asks_s = now_s + _ASK_AGAIN_S
+        is_coming = any(prefixes.question.is_coming(key) for key in asked[first:])
+        wait.was_coming |= is_coming
+        return is_coming or (not wait.was_coming and now_s < wait.began_s + _UNKNOWN_S)
+
+    def _extend_wait(self, sequence: Sequence, wait: PeerWait, now_s: float) -> None:
+        """Sets the time of which the next page must come: it is in proportion to what computing the
+        rest here takes, so that waiting in vain is not much worse than not waiting."""
+        rest_s = self._prefill_seconds(sequence.num_tokens, wait.num_cached)
+        wait.until_s = now_s + (max(_STALLED_S, 2.0 * rest_s) if rest_s else _STALLED_UNKNOWN_S)
 
     def match(self, sequence: Sequence) -> PrefixHit | None:
         """Returns the prefix hit, or None if there is none or computing it takes less time than
@@ -120,7 +197,19 @@ class PrefixLookup:
         self._kv.insert_prefix(sequence.kv_range, sequence.page_keys, num_computed)
         if self.recorder is not None:
             self.recorder.end()
+        if self.names is not None:
+            self.names.computed(sequence, num_computed)
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
+
+    def queued(self, sequence: Sequence) -> None:
+        """Takes note of a new sequence."""
+        if self.names is not None:
+            self.names.queued(sequence, sequence.page_keys)
+
+    def ended(self, sequence: Sequence) -> None:
+        """Takes note of a sequence that has ended, for whatever reason."""
+        if self.names is not None:
+            self.names.ended(sequence)
 
     def _extend_keys(self, sequence: Sequence, num_tokens: int | None = None) -> None:
         """Extends page_keys over num_tokens known tokens; None: all, as for a waiting sequence."""

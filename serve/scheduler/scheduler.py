@@ -8,8 +8,7 @@ order of the queue policy (serve/scheduler/waiting_queue.py). The chunk policy
 When K/V memory runs out, a running sequence is preempted: its pages are freed and it returns to the
 queue. Its K/V is recomputed later, except for tokens still in the prefix cache. A queue policy with
 priority levels also preempts a running sequence for a more urgent waiting one that cannot run
-otherwise; the lowest level is the most urgent. Integers and floats only; no torch, no asyncio, and
-the clock is passed in.
+otherwise; the lowest level is the most urgent. Integers and floats only; the clock is passed in.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from serve.scheduler.waiting_queue import WaitingQueue
 
 # At most this many waiting sequences are skipped because another one is computing their prefix.
 _MAX_PREFIX_WAITS = 16
-# How many waiting sequences one search for a candidate examines.
-_MAX_SCANNED = 256
+_MAX_SCANNED = 256  # waiting sequences that one search for a candidate examines
 
 
 class Scheduler:
@@ -91,6 +89,7 @@ class Scheduler:
         num_cached = sequence.num_tokens - sequence.num_expected_rows
         sequence.expected_s = self.chunks.model.prefill_seconds(sequence.num_tokens, num_cached)
         self.waiting.add(sequence)
+        self.prefixes.queued(sequence)
 
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
@@ -124,8 +123,7 @@ class Scheduler:
             num_certain = 0
         plan = make_plan(decodes, chunks, num_certain)
         if self.drafting is not None and plan is not None:
-            limit_s = self.chunks.limit_s
-            self.drafting.extend(plan, num_certain, rows - plan.num_total_rows, limit_s)
+            self.drafting.extend(plan, num_certain, rows - plan.num_total_rows, self.chunks.limit_s)
         return plan
 
     def _num_ready(self) -> int:
@@ -206,7 +204,7 @@ class Scheduler:
             has_slot = len(self.running) < self.limits.max_num_seqs
             if not (self.waiting.preempts or (has_slot and budget.has_room)):
                 break
-            sequence = self._next_candidate(draft)
+            sequence = self._next_candidate(draft, now_s)
             if sequence is None:
                 break
             is_refused = self._is_refused(sequence)
@@ -263,7 +261,7 @@ class Scheduler:
             paused.append(victims[-1])
             draft.remove(victims[-1])
 
-    def _next_candidate(self, draft: StepDraft) -> Sequence | None:
+    def _next_candidate(self, draft: StepDraft, now_s: float) -> Sequence | None:
         """Returns the waiting sequence to admit next, or None. Long prompts over the limit per step
         are skipped, but only for sequences of the same level. Sequences whose missing prefix
         another one is computing are also skipped, since computing it twice costs more."""
@@ -278,6 +276,8 @@ class Scheduler:
                 return None  # just preempted: its next token is still in flight
             if not self.kv.fits_alone(sequence.num_tokens):
                 continue  # a memory node was lost, and the rest is too small for it
+            if self.prefixes.is_awaited(sequence, now_s):
+                continue  # a peer computes its prompt
             level = self.waiting.level(sequence)
             if passed is not None and level > passed:
                 return None
@@ -395,5 +395,6 @@ class Scheduler:
             self.policy.stopped(sequence)
         self.policy.ended(sequence)
         self.waiting.ended(sequence)
+        self.prefixes.ended(sequence)
         if self.drafting is not None:
             self.drafting.ended(sequence)

@@ -28,6 +28,17 @@ class SequenceStatus(Enum):
     FINISHED = "finished"
 
 
+@dataclass(slots=True)
+class PeerWait:
+    """The wait of a sequence whose prompt a peer computes. Times are the scheduler's."""
+
+    began_s: float | None = None
+    until_s: float = 0.0  # when the wait ends if no further page has come
+    asks_s: float = 0.0  # the peers are asked again then
+    num_cached: int = 0  # tokens that were here when a page came last
+    was_coming: bool = False  # a peer has said that it computes the prompt
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One output of a request.
@@ -64,6 +75,7 @@ class Sequence:
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
     next_cacheable_at: int = 0  # computed tokens at which its next page is complete
     is_fetch_requested: bool = False  # its pages were requested from the store
+    peer_wait: PeerWait | None = None  # it waits for pages that a peer computes
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_preemptions: int = 0
     num_lost: int = 0  # how often its K/V was lost or given up with a memory node
@@ -131,6 +143,7 @@ def make_sequences(
             stop_ids=stops,
             num_expected_rows=num_prompt,
             page_keys=list(page_keys),
+            peer_wait=PeerWait() if params.awaits_prefill else None,
             prompt_outputs=None if so_far and so_far[index].token_ids else outputs,
         )
         for index in range(params.n)

@@ -275,3 +275,8 @@ def test_kv_pull(tmp_path):
 def test_prefill_apart(tmp_path):
     result = run_script("bench.engine.prefill_apart", tmp_path)
     assert result["apart"]["count"] > 10 and result["merged, first token"]["count"] == 2
+
+
+def test_prefill_overlap(tmp_path):
+    result = run_script("bench.engine.prefill_overlap", tmp_path)
+    assert result["pulled pages"] > 0 and len(result["exposed"]) == len(result["whole"]) == 1

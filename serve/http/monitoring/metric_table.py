@@ -14,6 +14,7 @@ from serve.kept import Kept
 from serve.machine import heap_usage, memory_parts
 
 if TYPE_CHECKING:
+    from memory.prefix.peer_stats import CopyStats
     from serve.engine.core_view import CoreView
 
 Sampled = Iterable[tuple[tuple[str, ...], float]]
@@ -96,6 +97,11 @@ def _of_stage(sources: MetricSources, what: str) -> Sampled:
 def _pulls(sources: MetricSources, what: str) -> Sampled:
     peers = sources.stats.kv_peers
     return _by({url: float(getattr(it, what)) for url, it in peers.pulls.items()} if peers else {})
+
+
+def _copies(sources: MetricSources) -> CopyStats | None:
+    peers = sources.stats.kv_peers
+    return None if peers is None else peers.copies
 
 
 def _peer_names(sources: MetricSources) -> Sampled:
@@ -262,6 +268,15 @@ ELSEWHERE = (
     MetricSpec("counter", "kv_served_refused",
                "Connections of peers that were ended for what they sent, are or did not take.",
                lambda r: r.stats.kv_peers.serves.refused if r.stats.kv_peers else None),
+    MetricSpec("gauge", "kv_copy_bytes", "Copies here of K/V of peers' running sequences.",
+               lambda r: c.num_bytes if (c := _copies(r)) else None),
+    MetricSpec("counter", "kv_copy_pages", "Pages copied from peers' running sequences, and how"
+               " often copies were read, here or by a peer.",
+               lambda r: _by({"copied": c.copied, "used": c.used} if (c := _copies(r)) else {}),
+               ("event",)),
+    MetricSpec("counter", "kv_copy_declined",
+               "Peers' sequences for whose copies there was no room, or whose pages did not come.",
+               lambda r: c.declined if (c := _copies(r)) else None),
     MetricSpec("gauge", "disk_paused", "1 while writing is paused after errors.",
                lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip

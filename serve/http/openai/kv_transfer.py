@@ -30,6 +30,7 @@ from serve.http.schema.fields import (
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
     from serve.engine.stats import EngineStats
+    from serve.sampling_params import SamplingParams
 
 _MAX_BYTES = 512 << 10  # a block id takes some bytes, and a long prompt has thousands
 _KNOWN = Record(
@@ -46,11 +47,19 @@ _ANY = JsonObject(_MAX_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class KVTransfer:
-    """What a request says: whether another engine goes on, and the address of the one that has
-    computed its prompt."""
+    """What a request says: whether another engine goes on; whether one has computed the prompt, or
+    is computing it, and its address."""
 
     decodes_elsewhere: bool = False
+    is_prefilled: bool = False
     peer: str | None = None
+
+
+def with_transfer(params: SamplingParams, given: KVTransfer | None) -> SamplingParams:
+    """Returns the parameters of a request that says this."""
+    if given is None or not given.is_prefilled:
+        return params
+    return params.changed(awaits_prefill=True)
 
 
 def name_peer(engine: Engine, given: KVTransfer | None) -> None:
@@ -74,8 +83,9 @@ def _parse(value: Any, where: str, unknown: Unknown) -> KVTransfer:
         )
     host, port = checked.get("remote_host"), checked.get("remote_port")
     if not prefilled or not host or not port:
-        return KVTransfer(decodes)
-    return KVTransfer(peer=f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}")
+        return KVTransfer(decodes, prefilled)
+    url = f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
+    return KVTransfer(is_prefilled=True, peer=url)
 
 
 def _schema() -> Schema:

@@ -22,7 +22,7 @@ from serve.http.calls.sampling_fields import (
 )
 from serve.http.calls.structured_fields import structured_name
 from serve.http.edge import limits
-from serve.http.openai.kv_transfer import TRANSFER, KVTransfer
+from serve.http.openai.kv_transfer import TRANSFER, KVTransfer, with_transfer
 from serve.http.openai.prompts import MAX_PROMPTS, prompts_field, with_options
 from serve.http.schema.fields import (
     Boolean,
@@ -171,10 +171,11 @@ def parse_completion(
             code="array_above_max_length",
         )
     _check_allowed_ids(len(prompts), params)
+    transfer = values.get("kv_transfer_params")
     return CompletionCall(
         values["model"],
         prompts,
-        params,
+        with_transfer(params, transfer),
         stream,
         include_usage,
         client_name(values),
@@ -185,7 +186,7 @@ def parse_completion(
         echo=echo,
         return_token_ids=values.get("return_token_ids", False),
         structured_name=structured_name(values),
-        kv_transfer=values.get("kv_transfer_params"),
+        kv_transfer=transfer,
     )
 
 
@@ -202,6 +203,8 @@ def parse_chat(
         logprobs=_chat_logprobs(values),
         prediction=_prediction(values),
     )
+    transfer = values.get("kv_transfer_params")
+    params = with_transfer(params, transfer)
     return ChatCall(
         values["model"],
         conversation(values, params, client_name(values)),
@@ -210,7 +213,7 @@ def parse_chat(
         continuous_usage,
         values.get("return_token_ids", False),
         structured_name(values),
-        values.get("kv_transfer_params"),
+        transfer,
     )
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from itertools import count
 
 import transport
+from memory.peers.page_copies import PageCopies
 from memory.peers.page_server import PageServer
 from memory.peers.page_source import PageSource
 from memory.peers.peer_link import PeerLink
@@ -17,6 +18,7 @@ from memory.peers.wire import NAMES_WINDOW_BYTES, PageChecksums
 from memory.prefix.index import PrefixIndex
 from memory.prefix.page_store import PageStore
 from memory.prefix.peer_stats import PullStats
+from memory.prefix.sequence_names import SequenceNames
 from memory.tiers.direct_io import address_of
 from transport.base import Endpoint, Listener
 
@@ -75,7 +77,10 @@ class Holder:
         scheme: str = "inproc",
         below: PageStore | None = None,
         identity: Mapping[str, str] = IDENTITY,
+        copies: PageCopies | None = None,
     ) -> None:
+        # each page ends after as many tokens as its number says, and sequences run from the start
+        self.names = SequenceNames(lambda page: page + 1, min_age_s=0.0)
         self.index, self.pages = PrefixIndex(), Pages(max(1, num_pages))
         for number in range(num_pages):
             self.pages.write(number, content_of(number))
@@ -83,22 +88,30 @@ class Holder:
         self.server = PageServer(
             listen(a_url(scheme), identity),
             identity,
-            PageSource(self.index, self.pages.address, below),
+            PageSource(self.index, self.pages.address, below, copies),
             PageChecksums(SECRET),
             PAGE,
+            self.names,
         )
 
 
 class Puller:
     """An engine that pulls from peers."""
 
-    def __init__(self, *urls: str, below: PageStore | None = None, **settings: object) -> None:
+    def __init__(
+        self,
+        *urls: str,
+        below: PageStore | None = None,
+        copies: PageCopies | None = None,
+        **settings: object,
+    ) -> None:
         self.pages = Pages(64)
+        settings["copies"] = copies
         self.links = [
             PeerLink(url, connect, IDENTITY, PageChecksums(SECRET), PAGE, **settings)  # type: ignore[arg-type]
             for url in urls
         ]
-        self.store = PeerStore(self.links, below)
+        self.store = PeerStore(self.links, below, copies=copies)
 
     def wait_until_ready(self) -> None:
         wait_for(lambda: all(link.is_ready for link in self.links))

@@ -110,6 +110,34 @@ def test_an_engine_that_a_request_names_is_a_peer_if_the_settings_allow_it(key_f
     uvloop.run(check())
 
 
+def test_both_engines_get_the_request_at_once(key_file, slow_steps):
+    async def check() -> None:
+        listen = {"kv_listen": "tcp://127.0.0.1:0", "kv_peer_key_file": key_file}
+        async with serving(**listen) as (prefill, at_prefill):
+            alone = await answer(at_prefill, "/v1/completions", BODY)
+            others = BODY | {"prompt": PROMPT[::-1]}
+            expected = await answer(at_prefill, "/v1/completions", others)
+            url = prefill.stats().kv_peers.url
+            pull = {"kv_peers": [url], "kv_peer_key_file": key_file}
+            async with serving(**pull) as (decode, at_decode):
+                await connected(decode)
+                slow_steps(prefill, 0.1)
+                given = {"do_remote_prefill": True}
+                body = BODY | {"prompt": [7, *PROMPT], "kv_transfer_params": given}
+                asked = body | {"max_tokens": 1, "kv_transfer_params": ASKED}
+                first, second = await asyncio.gather(
+                    answer(at_prefill, "/v1/completions", asked),
+                    answer(at_decode, "/v1/completions", body),
+                )
+                assert first["choices"][0]["text"] == second["choices"][0]["text"][:1]
+                assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
+                found = await answer(at_decode, "/v1/completions", others)
+                assert found["choices"][0]["text"] == expected["choices"][0]["text"]
+                assert alone["choices"][0]["text"]
+
+    uvloop.run(check())
+
+
 def test_chats_and_engines_that_nobody_pulls_from(key_file):
     async def check() -> None:
         messages = [{"role": "user", "content": "a b c"}]

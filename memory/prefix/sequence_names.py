@@ -1,0 +1,170 @@
+"""The names of pages of an engine's sequences, for its peers: those that are computed, which a peer
+copies in case this engine dies, and those that will be, for which a peer waits.
+
+The compute thread says which sequences are queued, how far they are computed and when they end.
+Followers are peers that copy pages of running sequences. Each sequence has at most one, that which
+has the fewest; if a follower leaves, another one gets its sequences from their beginning. Names are
+told once and only on request, so a follower that asks for none costs nothing, and one that is late
+by FOLLOWER_S has left. Integers and bytes only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+
+FOLLOWER_S = 2.0
+MIN_AGE_S = 1.0
+"""Sequences that end sooner after their first page are copied by nobody."""
+ENDED = bytes(16)
+"""In place of a name: the sequence has ended, or another follower has it."""
+
+
+@dataclass(slots=True)
+class _Pages:
+    """The pages of a sequence. names: grows in the compute thread."""
+
+    number: int
+    names: Sequence[bytes]
+    num_expected: int  # names when it was queued
+    num_computed: int = 0
+    since_s: float = 0.0  # when its first page was computed
+    follower: Hashable | None = None
+    num_told: int = 0  # to its follower
+
+
+@dataclass(slots=True)
+class _Follower:
+    asked_s: float
+    num_sequences: int = 0
+    ended: list[int] = field(default_factory=list)  # numbers that it is still to be told
+
+
+class SequenceNames:
+    """All methods take a lock for a moment; those of the compute thread come first."""
+
+    def __init__(
+        self,
+        page_end: Callable[[int], int],
+        *,
+        min_age_s: float = MIN_AGE_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """page_end(i): the tokens that must be computed for page i to be complete."""
+        self._page_end = page_end
+        self._min_age_s = min_age_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._sequences: dict[Hashable, _Pages] = {}
+        self._running: dict[int, _Pages] = {}  # those that have a page
+        self._expected: dict[bytes, int] = {}  # of how many sequences
+        self._followers: dict[Hashable, _Follower] = {}
+        self._next_number = 0
+
+    # ---- the compute thread
+
+    def queued(self, sequence: Hashable, names: Sequence[bytes]) -> None:
+        """Takes note of a new sequence, whose prompt fills the pages with these names. names: gets
+        those of further pages as they are computed."""
+        with self._lock:
+            pages = _Pages(self._next_number, names, len(names))
+            self._next_number = (self._next_number + 1) & 0xFFFFFFFF
+            self._sequences[sequence] = pages
+            for name in names:
+                self._expected[name] = self._expected.get(name, 0) + 1
+
+    def computed(self, sequence: Hashable, num_tokens: int) -> None:
+        """Takes note that the first num_tokens tokens are computed and their pages cached."""
+        pages = self._sequences.get(sequence)
+        if pages is None:
+            return
+        end, most = pages.num_computed, len(pages.names)
+        while end < most and self._page_end(end) <= num_tokens:
+            end += 1
+        with self._lock:
+            if not pages.num_computed and end:
+                pages.since_s = self._clock()
+                self._running[pages.number] = pages
+            self._expect_no_more(pages, end)
+            pages.num_computed = end
+
+    def ended(self, sequence: Hashable) -> None:
+        with self._lock:
+            pages = self._sequences.pop(sequence, None)
+            if pages is None:
+                return
+            self._expect_no_more(pages, pages.num_expected)
+            self._running.pop(pages.number, None)
+            self._take_from_follower(pages)
+
+    def _expect_no_more(self, pages: _Pages, end: int) -> None:
+        """Removes what is computed before `end`, or ended, from what is expected."""
+        for name in pages.names[pages.num_computed : min(end, pages.num_expected)]:
+            left = self._expected.pop(name) - 1
+            if left:
+                self._expected[name] = left
+
+    # ---- any thread
+
+    def is_expected(self, name: bytes) -> bool:
+        """Returns whether a sequence waits for the page to be computed, or computes it."""
+        return name in self._expected
+
+    @property
+    def num_followers(self) -> int:
+        return len(self._followers)
+
+    def news(self, follower: Hashable, most: int) -> list[tuple[int, bytes]]:
+        """Returns at most so many pages that the follower was not told of, as the number of their
+        sequence and their name, parents first; ENDED for sequences that have ended."""
+        now_s = self._clock()
+        with self._lock:
+            known = self._followers.setdefault(follower, _Follower(now_s))
+            known.asked_s = now_s
+            late = [it for it, state in self._followers.items() if _is_late(state, now_s)]
+            for one in late:
+                self._leave(one)
+            self._share_out(now_s)
+            found = [(number, ENDED) for number in known.ended[:most]]
+            del known.ended[:most]
+            for pages in self._running.values() if known.num_sequences else ():
+                if len(found) >= most:
+                    break
+                if pages.num_told < pages.num_computed and pages.follower == follower:
+                    end = min(pages.num_computed, pages.num_told + most - len(found))
+                    names = pages.names[pages.num_told : end]
+                    found += [(pages.number, name) for name in names]
+                    pages.num_told = end
+            return found
+
+    def leave(self, follower: Hashable) -> None:
+        """Forgets a follower; the others get its sequences."""
+        with self._lock:
+            self._leave(follower)
+
+    def _leave(self, follower: Hashable) -> None:
+        if self._followers.pop(follower, None) is not None:
+            for pages in self._running.values():
+                if pages.follower == follower:
+                    pages.follower, pages.num_told = None, 0
+
+    def _share_out(self, now_s: float) -> None:
+        """Gives each sequence that has run for a while a follower."""
+        for pages in self._running.values():
+            if pages.follower is None and now_s - pages.since_s >= self._min_age_s:
+                states = self._followers
+                pages.follower = min(states, key=lambda one: states[one].num_sequences)
+                states[pages.follower].num_sequences += 1
+
+    def _take_from_follower(self, pages: _Pages) -> None:
+        known = None if pages.follower is None else self._followers.get(pages.follower)
+        if known is not None:
+            known.num_sequences -= 1
+            if pages.num_told:
+                known.ended.append(pages.number)
+
+
+def _is_late(state: _Follower, now_s: float) -> bool:
+    return now_s - state.asked_s > FOLLOWER_S

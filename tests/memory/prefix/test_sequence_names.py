@@ -1,0 +1,106 @@
+"""Names of sequences' pages: what a follower is told, once, and what a peer may wait for."""
+
+from __future__ import annotations
+
+from memory.prefix.sequence_names import ENDED, FOLLOWER_S, SequenceNames
+
+TILE = 4  # tokens of a page
+
+
+def make(**settings):
+    clock = Clock()
+    settings = {"min_age_s": 0.0} | settings
+    return SequenceNames(lambda page: TILE * (page + 1), clock=clock, **settings), clock
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def names_of(first: int, count: int) -> list[bytes]:
+    return [bytes([first, number]) * 8 for number in range(count)]
+
+
+def test_each_page_is_told_once_and_those_of_generated_tokens_too():
+    names, _ = make()
+    keys = names_of(1, 3)
+    names.queued("a", keys)
+    assert names.news("f", 10) == []
+    names.computed("a", 2 * TILE + 1)
+    assert names.news("f", 10) == [(0, keys[0]), (0, keys[1])]
+    assert names.news("f", 10) == []
+    names.computed("a", 3 * TILE)
+    keys += names_of(2, 2)  # of generated tokens
+    names.computed("a", 5 * TILE + 3)
+    assert names.news("f", 2) == [(0, keys[2]), (0, keys[3])]
+    assert names.news("f", 2) == [(0, keys[4])]
+    names.ended("a")
+    assert names.news("f", 10) == [(0, ENDED)]
+    assert names.news("f", 10) == []
+
+
+def test_a_sequence_that_ends_soon_is_told_to_nobody():
+    names, clock = make(min_age_s=1.0)
+    names.queued("a", names_of(1, 2))
+    names.computed("a", 2 * TILE)
+    assert names.news("f", 10) == []
+    clock.now_s += 0.9
+    assert names.news("f", 10) == []
+    names.ended("a")
+    assert names.news("f", 10) == [], "not even its end"
+    names.queued("b", names_of(2, 1))
+    names.computed("b", TILE)
+    names.news("f", 10)
+    clock.now_s += 1.0
+    assert names.news("f", 10) == [(1, names_of(2, 1)[0])]
+
+
+def test_followers_share_the_sequences_and_inherit_those_of_one_that_left():
+    names, clock = make()
+    for follower in "fg":
+        names.news(follower, 10)
+    for number in range(6):
+        names.queued(number, names_of(number, 2))
+        names.computed(number, 2 * TILE)
+    told = {follower: {number for number, _ in names.news(follower, 99)} for follower in "fg"}
+    assert [len(told[follower]) for follower in "fg"] == [3, 3]
+    assert told["f"] | told["g"] == set(range(6))
+    names.leave("g")
+    again = names.news("f", 99)
+    assert {number for number, _ in again} == told["g"]
+    assert len(again) == 6, "from their beginning"
+    clock.now_s += FOLLOWER_S + 0.1  # f is late, which counts as having left
+    assert {number for number, _ in names.news("h", 99)} == set(range(6))
+
+
+def test_what_is_expected_is_what_is_not_computed_yet():
+    names, _ = make()
+    keys = names_of(1, 4)
+    names.queued("a", list(keys))
+    names.queued("b", keys[:2])
+    assert all(names.is_expected(key) for key in keys)
+    names.computed("a", 3 * TILE)
+    assert [names.is_expected(key) for key in keys] == [True, True, False, True]
+    names.ended("b")
+    assert [names.is_expected(key) for key in keys] == [False, False, False, True]
+    names.ended("a")
+    names.ended("a")
+    names.computed("a", 4 * TILE)
+    assert not any(names.is_expected(key) for key in keys)
+    assert not names._expected and not names._sequences and not names._running
+
+
+def test_a_follower_that_comes_and_goes_leaves_nothing_behind():
+    names, clock = make()
+    for number in range(50):
+        names.queued(number, names_of(number % 250, 1))
+        names.computed(number, TILE)
+        names.news(("f", number), 5)
+        clock.now_s += FOLLOWER_S + 0.1
+        names.ended(number)
+    assert names.num_followers == 1
+    assert not names._running
