@@ -138,6 +138,7 @@ class SimCore(EngineCore):
         assert self.kv.num_in_use == 0
         if isinstance(self.kv, KVBesideStates):
             assert self.kv.records.num_in_use == 0
+        self._prompt_pool.shutdown()
         self._close_memory()
 
 
