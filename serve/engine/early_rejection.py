@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, NamedTuple
 from serve.errors import OverloadedError
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_time import StepWork
 
 if TYPE_CHECKING:
     from serve.scheduler.scheduler import Scheduler
+
+_LOAD_LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
 
 
 class EarlyRejection:
@@ -85,6 +88,54 @@ class TtftForecast(NamedTuple):
     @property
     def ttft_s(self) -> float:
         return self.queue_s + self.prefill_s
+
+
+class LoadForecast(NamedTuple):
+    """What a hop that chooses among servers learns of this one; times are 0 until they are learned.
+
+    queue_s: the wait of a short request. num_streams: the sequences that decode. step_s and
+    next_step_s: their step alone, and that with one more. slowdown and next_slowdown: how much
+    longer prompts take beside them, and beside one more. prompt_s: what all steps have taken for
+    prompt rows since the start. prompts: (tokens, seconds to compute them alone, their pages)."""
+
+    queue_s: float
+    num_streams: int
+    step_s: float
+    next_step_s: float
+    slowdown: float
+    next_slowdown: float
+    prompt_s: float
+    prompts: tuple[tuple[int, float, int], ...]
+
+
+def forecast_load(scheduler: Scheduler, queue_s: float) -> LoadForecast:
+    """Returns what the step times and the running sequences say. Any thread may call it; what it
+    reads may be one step old."""
+    chunks, kv = scheduler.chunks, scheduler.kv
+    contexts = [
+        sequence.num_computed_tokens
+        for sequence in list(scheduler.running)
+        if sequence.num_tokens - sequence.num_computed_tokens <= 1
+    ]
+    num_streams, num_context = len(contexts), sum(contexts)
+    now = StepWork(num_streams, num_context, num_streams, samples=num_streams > 0)
+    more = num_context + num_context // max(1, num_streams)
+    then = StepWork(num_streams + 1, more, num_streams + 1, samples=True)
+    model = chunks.model
+    return LoadForecast(
+        queue_s,
+        num_streams,
+        model.decode_seconds(now) if num_streams else 0.0,
+        model.decode_seconds(then),
+        chunks.slowdown_beside(now),
+        chunks.slowdown_beside(then),
+        chunks.prompt_s,
+        tuple(
+            (tokens, model.prefill_seconds(tokens), kv.pages_for(tokens))
+            for tokens in _LOAD_LENGTHS
+            if tokens < kv.max_model_len
+        ),
+    )
 
 
 def forecast_ttft(

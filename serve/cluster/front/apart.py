@@ -1,0 +1,225 @@
+"""Whether a call's prompt is computed at another server than its answer, by what servers predict.
+
+Each way costs seconds, of the call itself and of the streams beside it: the wait and the prompt
+until the first token; the same prompt once more for each stream that decodes where it is computed;
+the hand-over, where two servers share the call; and the answer, at the pace that streams have where
+it is decoded. The least sum wins. No server has a role: where prompts were computed lately, streams
+are slow, so answers go elsewhere, and where many streams run, prompts do much harm.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+PREFILL_APART = ("auto", "off")
+MIN_TOKENS = 128
+"""Shorter prompts are not worth the decision."""
+GAIN = 0.05
+"""The share of the sum that two servers must save: predictions are not that exact."""
+_MOST_SHARE = 0.95
+_LONGEST_HEADER = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """What a server says of itself (`x-mergestep-load` of its `/ready`).
+
+    num_streams: the sequences that decode. step_s, next_step_s: their step, and that of one more.
+    slowdown, next_slowdown: of prompts beside them, and beside one more. prompt_s: what steps have
+    taken for prompts since its start. prompts: (tokens, seconds to compute them alone, seconds to
+    pull them). names: the same for servers whose pages have the same names. listens: others may
+    pull from it. pulls: it is connected to one that does.
+    """
+
+    num_streams: int
+    step_s: float
+    next_step_s: float
+    slowdown: float
+    next_slowdown: float
+    prompt_s: float
+    prompts: tuple[tuple[int, float, float], ...]
+    names: str
+    listens: bool
+    pulls: bool
+
+    @classmethod
+    def read(cls, text: str) -> ServerLoad | None:
+        """Returns what a header says; None for anything else than a server's header."""
+        if not text or len(text) > _LONGEST_HEADER:
+            return None
+        try:
+            value: dict[str, Any] = orjson.loads(text)
+            prompts = tuple((int(n), float(one), float(two)) for n, one, two in value["prompts"])
+            found = cls(
+                int(value["num_streams"]),
+                float(value["step_s"]),
+                float(value["next_step_s"]),
+                float(value["slowdown"]),
+                float(value["next_slowdown"]),
+                float(value["prompt_s"]),
+                tuple(sorted(prompts)),
+                str(value["names"]),
+                bool(value["listens"]),
+                bool(value["pulls"]),
+            )
+        except (ValueError, TypeError, KeyError):
+            return None
+        return found if found.names != "None" else None
+
+    @property
+    def has_learned(self) -> bool:
+        """Whether it knows how long its steps take."""
+        return self.next_step_s > 0.0 and any(seconds > 0.0 for _, seconds, _ in self.prompts)
+
+    def prefill_s(self, num_tokens: float) -> float:
+        """Returns the seconds to compute a prompt alone."""
+        return _between([(n, seconds) for n, seconds, _ in self.prompts], num_tokens)
+
+    def pull_s(self, num_tokens: float) -> float:
+        """Returns the seconds to pull a prompt's K/V."""
+        return _between([(n, seconds) for n, _, seconds in self.prompts], num_tokens)
+
+    def step_of(self, num_streams: int) -> float:
+        """Returns the seconds of a step of so many streams."""
+        more = max(0.0, self.next_step_s - self.step_s) if self.num_streams else 0.0
+        return max(0.0, self.next_step_s + (num_streams - self.num_streams - 1) * more)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A server at this moment. queue_s: its wait. num_streams: those that decode there now.
+    prompt_share: the share of its time that it spent on prompts lately. num_new: tokens of the
+    prompt that it does not have. handover_s: what a hand-over to it takes beside the pull."""
+
+    load: ServerLoad
+    queue_s: float
+    num_streams: int
+    prompt_share: float
+    num_new: float
+    handover_s: float
+
+    def first_s(self) -> float:
+        """Returns the seconds until the first token."""
+        slowdown = self.load.slowdown if self.num_streams else 1.0
+        return self.queue_s + self.load.prefill_s(self.num_new) * slowdown
+
+    def harm_s(self) -> float:
+        """Returns what the streams of this server lose, all together, by the prompt."""
+        return self.num_streams * self.load.prefill_s(self.num_new)
+
+    def answer_s(self, num_output: float) -> float:
+        """Returns the seconds of an answer here, and those that it costs the streams beside it."""
+        load = self.load
+        step_s = load.step_of(self.num_streams + 1)
+        # prompts get 1 / slowdown of the time of merged steps
+        most = min(_MOST_SHARE, 1.0 / max(1.0, load.next_slowdown))
+        pace_s = step_s / (1.0 - min(self.prompt_share, most))
+        more_s = max(0.0, step_s - load.step_of(self.num_streams)) if self.num_streams else 0.0
+        return num_output * (pace_s + self.num_streams * more_s)
+
+    def move_s(self, num_tokens: float) -> float:
+        """Returns the seconds in which a prompt computed elsewhere goes on here."""
+        return self.handover_s + self.load.pull_s(num_tokens)
+
+
+class Decision(NamedTuple):
+    """decode: the candidate that decodes; None: the call stays at one server. prefill: that which
+    computes the prompt then. together_s, apart_s: what the best of each way costs; apart_s is inf
+    if there is no such way. reason: why it stays, in the words of the metric."""
+
+    prefill: int
+    decode: int | None
+    together_s: float
+    apart_s: float
+    reason: str
+
+    def sentence(self, num_tokens: float) -> str:
+        """Returns what was decided for a prompt, for people."""
+        if self.apart_s == math.inf:
+            return f"a prompt is computed where it is decoded: {_WHY[self.reason]}"
+        what = f"a prompt of about {num_tokens:.0f} tokens"
+        sums = f"{self.apart_s:.2f} s at two servers, {self.together_s:.2f} s at one"
+        if self.decode is not None:
+            return f"{what} is computed apart from its answer: {sums}"
+        return f"{what} is computed where it is decoded, since parting does not pay: {sums}"
+
+
+_WHY = {
+    "no_peers": "no two ready servers pull K/V from one another",
+    "unlearned": "the servers have not learned how long their steps take",
+    "short": f"parting begins at {MIN_TOKENS} tokens",
+    "unread": "the hop does not know its kind of call",
+}
+
+
+def stays(home: int, reason: str) -> Decision:
+    """Returns the decision for one server, for a reason that needs no prediction."""
+    return Decision(home, None, 0.0, math.inf, reason)
+
+
+def decide(
+    candidates: Sequence[Candidate | None], home: int, num_tokens: float, num_output: float
+) -> Decision:
+    """Returns which servers a call goes to. candidates: the ready servers, None for one that has no
+    K/V peers. home: the one that gets the call if it is not parted. num_output: the tokens that its
+    answer is expected to have."""
+    at = candidates[home]
+    known = [(index, one) for index, one in enumerate(candidates) if one is not None]
+    pairs = [
+        (one, two)
+        for one in known
+        for two in known
+        if one[0] != two[0] and one[1].load.listens and two[1].load.pulls
+        if one[1].load.names == two[1].load.names
+    ]
+    if at is None or not pairs:
+        return stays(home, "no_peers")
+    if num_tokens < MIN_TOKENS or at.num_new < MIN_TOKENS:
+        return stays(home, "short")
+    if not all(one.load.has_learned for _, one in known):
+        return stays(home, "unlearned")
+    together_s = at.first_s() + at.harm_s() + at.answer_s(num_output)
+    answers_s = {
+        index: one.move_s(num_tokens) + one.answer_s(num_output - 1.0) for index, one in known
+    }
+    apart_s, prefill, decode = min(
+        (one.first_s() + one.harm_s() + answers_s[other], index, other)
+        for (index, one), (other, _) in pairs
+    )
+    if apart_s < (1.0 - GAIN) * together_s:
+        return Decision(prefill, decode, together_s, apart_s, "")
+    return Decision(home, None, together_s, apart_s, "does_not_pay")
+
+
+def next_server(
+    candidates: Sequence[Candidate | None], at: int, num_tokens: float, num_output: float
+) -> int | None:
+    """Returns where the answer goes on after a prompt that was computed at `at`; None: there."""
+    here = candidates[at]
+    if here is None:
+        return None
+    costs = [
+        (one.move_s(num_tokens) + one.answer_s(num_output), index)
+        for index, one in enumerate(candidates)
+        if index != at and one is not None and one.load.pulls
+        if one.load.names == here.load.names
+    ]
+    best_s, best = min(costs, default=(math.inf, at))
+    return best if best_s < (1.0 - GAIN) * here.answer_s(num_output) else None
+
+
+def _between(points: Sequence[tuple[int, float]], tokens: float) -> float:
+    """Returns the seconds of so many tokens by those of the lengths around it."""
+    if not points:
+        return 0.0
+    if tokens <= points[0][0] or len(points) == 1:
+        return points[0][1] * tokens / points[0][0]
+    right = min(len(points) - 1, bisect_left(points, (tokens, 0.0)))
+    (from_n, from_s), (to_n, to_s) = points[right - 1], points[right]
+    return max(0.0, from_s + (to_s - from_s) * (tokens - from_n) / (to_n - from_n))
