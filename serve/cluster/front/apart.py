@@ -70,7 +70,9 @@ class ServerLoad:
             )
         except (ValueError, TypeError, KeyError):
             return None
-        return found if found.names != "None" else None
+        lengths = [number for number, _, _ in found.prompts]
+        is_right = lengths == sorted(set(lengths)) and min(lengths, default=1) > 0
+        return found if is_right and found.names != "None" else None
 
     @property
     def has_learned(self) -> bool:
