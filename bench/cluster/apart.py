@@ -1,7 +1,7 @@
 """Prefill apart from decoding against merged steps, on the same two servers, beside what the
 simulator predicts.
 
-    python -m bench.cluster.apart --mixes 1024/32,512/128,128/256 --seconds 15
+    python -m bench.cluster.apart --mixes 1024/32,512/256,128/256 --seconds 20
 
 Two servers with one thread each, which are K/V peers, get the same Poisson arrivals in three ways:
 
@@ -281,9 +281,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="random:llama-300m")
-    parser.add_argument("--mixes", default="1024/32,512/128,128/256", help="PROMPT/ANSWER tokens")
+    parser.add_argument("--mixes", default="1024/32,512/256,128/256", help="PROMPT/ANSWER tokens")
     parser.add_argument("--loads", default="0.5,0.8", help="shares of what merged servers can do")
-    parser.add_argument("--seconds", type=float, default=15.0, help="of each run")
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--smoke", action="store_true", help="short, as a test of the command")

@@ -192,11 +192,10 @@ class FleetSimulation:
         prompts = tuple((n, s, n * self._hand_over.token_s) for n, s, _ in found.prompts)
         return ServerLoad(
             found.num_streams,
-            found.step_s,
-            found.next_step_s,
             found.slowdown,
             found.next_slowdown,
             found.prompt_s,
+            found.steps,
             prompts,
             "",
             listens=True,
@@ -215,7 +214,7 @@ class FleetSimulation:
             leg = _Leg(record, prompt, 1, gives_tokens=False)
             self._servers[0].add(leg, call.num_prompt, now_s)
             return
-        choice, following = self.parting.choose(prompt, ())
+        choice, following = self.parting.choose(prompt, (), now_s)
         assert choice is not None, "all servers are ready"
         choice.replica.num_calls += 1
         # one that may go on elsewhere is taken up again after its first token
@@ -245,10 +244,10 @@ class FleetSimulation:
         for sequence in step.firsts:
             leg = server.legs[sequence]
             replica = self._replicas.replicas[server.number]
-            if leg.choice is not None:
+            if leg.choice is not None and leg.moved_at_s is not None:
+                self.parting.moved(leg.prompt, leg.choice, now_s - leg.moved_at_s)
+            elif leg.choice is not None:
                 self._replicas.note_first(leg.choice, now_s - leg.record.call.at_s)
-            elif leg.moved_at_s is not None:
-                self.parting.moved(leg.prompt, replica, now_s - leg.moved_at_s)
             leg.choice = leg.moved_at_s = None
             if self._way != "apart":
                 replica.num_streams += 1
@@ -267,6 +266,8 @@ class FleetSimulation:
             following = self.parting.next_server(leg.prompt, here) or here
             following.num_calls += 1
             target = self._of[following]
+            if following is not here:
+                then.choice = self._replicas.take(following, leg.prompt.names, 0.0)
         after_s = 0.0
         if target is not server:
             after_s, then.moved_at_s = self._hand_over.seconds(call.num_prompt), now_s

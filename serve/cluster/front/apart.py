@@ -20,7 +20,7 @@ import orjson
 PREFILL_APART = ("auto", "off")
 MIN_TOKENS = 128
 """Shorter prompts are not worth the decision."""
-GAIN = 0.05
+GAIN = 0.1
 """The share of the sum that two servers must save: predictions are not that exact."""
 _MOST_SHARE = 0.95
 _LONGEST_HEADER = 4096
@@ -30,19 +30,18 @@ _LONGEST_HEADER = 4096
 class ServerLoad:
     """What a server says of itself (`x-mergestep-load` of its `/ready`).
 
-    num_streams: the sequences that decode. step_s, next_step_s: their step, and that of one more.
-    slowdown, next_slowdown: of prompts beside them, and beside one more. prompt_s: what steps have
-    taken for prompts since its start. prompts: (tokens, seconds to compute them alone, seconds to
-    pull them). names: the same for servers whose pages have the same names. listens: others may
+    num_streams: the sequences that decode. slowdown, next_slowdown: of prompts beside them, and
+    beside one more. prompt_s: what steps have taken for prompts since its start. steps: (streams,
+    seconds of their step). prompts: (tokens, seconds to compute them alone, seconds to pull them).
+    names: the same for servers whose pages have the same names. listens: others may
     pull from it. pulls: it is connected to one that does.
     """
 
     num_streams: int
-    step_s: float
-    next_step_s: float
     slowdown: float
     next_slowdown: float
     prompt_s: float
+    steps: tuple[tuple[int, float], ...]
     prompts: tuple[tuple[int, float, float], ...]
     names: str
     listens: bool
@@ -58,11 +57,10 @@ class ServerLoad:
             prompts = tuple((int(n), float(one), float(two)) for n, one, two in value["prompts"])
             found = cls(
                 int(value["num_streams"]),
-                float(value["step_s"]),
-                float(value["next_step_s"]),
                 float(value["slowdown"]),
                 float(value["next_slowdown"]),
                 float(value["prompt_s"]),
+                tuple((int(n), float(seconds)) for n, seconds in value["steps"]),
                 tuple(sorted(prompts)),
                 str(value["names"]),
                 bool(value["listens"]),
@@ -70,14 +68,15 @@ class ServerLoad:
             )
         except (ValueError, TypeError, KeyError):
             return None
-        lengths = [number for number, _, _ in found.prompts]
-        is_right = lengths == sorted(set(lengths)) and min(lengths, default=1) > 0
-        return found if is_right and found.names != "None" else None
+        sizes = [n for n, *_ in found.prompts], [n for n, _ in found.steps]
+        are_right = all(one == sorted(set(one)) and min(one, default=1) > 0 for one in sizes)
+        return found if are_right and found.names != "None" else None
 
     @property
     def has_learned(self) -> bool:
         """Whether it knows how long its steps take."""
-        return self.next_step_s > 0.0 and any(seconds > 0.0 for _, seconds, _ in self.prompts)
+        prompts = any(seconds > 0.0 for _, seconds, _ in self.prompts)
+        return prompts and any(seconds > 0.0 for _, seconds in self.steps)
 
     def prefill_s(self, num_tokens: float) -> float:
         """Returns the seconds to compute a prompt alone."""
@@ -87,10 +86,9 @@ class ServerLoad:
         """Returns the seconds to pull a prompt's K/V."""
         return _between([(n, seconds) for n, _, seconds in self.prompts], num_tokens)
 
-    def step_of(self, num_streams: int) -> float:
-        """Returns the seconds of a step of so many streams."""
-        more = max(0.0, self.next_step_s - self.step_s) if self.num_streams else 0.0
-        return max(0.0, self.next_step_s + (num_streams - self.num_streams - 1) * more)
+    def step_of(self, num_streams: float) -> float:
+        """Returns the seconds of a step of so many streams, at least one."""
+        return _between(self.steps, max(1.0, num_streams))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +125,7 @@ class Candidate:
 
     def move_s(self, num_tokens: float) -> float:
         """Returns the seconds in which a prompt computed elsewhere goes on here."""
-        return self.handover_s + self.load.pull_s(num_tokens)
+        return self.queue_s + self.handover_s + self.load.pull_s(num_tokens)
 
 
 class Decision(NamedTuple):
@@ -166,11 +164,16 @@ def stays(home: int, reason: str) -> Decision:
 
 
 def decide(
-    candidates: Sequence[Candidate | None], home: int, num_tokens: float, num_output: float
+    candidates: Sequence[Candidate | None],
+    home: int,
+    num_tokens: float,
+    num_output: float,
+    num_prefill: int = 0,
 ) -> Decision:
     """Returns which servers a call goes to. candidates: the ready servers, None for one that has no
     K/V peers. home: the one that gets the call if it is not parted. num_output: the tokens that its
-    answer is expected to have."""
+    answer is expected to have. num_prefill: how many of the servers should compute prompts for the
+    others: then the call is parted unless it would lose by it."""
     at = candidates[home]
     known = [(index, one) for index, one in enumerate(candidates) if one is not None]
     pairs = [
@@ -190,19 +193,34 @@ def decide(
     answers_s = {
         index: one.move_s(num_tokens) + one.answer_s(num_output - 1.0) for index, one in known
     }
+    firsts = _prefill_servers(known, num_prefill)
     apart_s, prefill, decode = min(
         (one.first_s() + one.harm_s() + answers_s[other], index, other)
         for (index, one), (other, _) in pairs
+        if not firsts or (index in firsts and other not in firsts)
     )
-    if apart_s < (1.0 - GAIN) * together_s:
+    gain = -GAIN if firsts else GAIN
+    if apart_s < (1.0 - gain) * together_s:
         return Decision(prefill, decode, together_s, apart_s, "")
     return Decision(home, None, together_s, apart_s, "does_not_pay")
 
 
+def _prefill_servers(known: Sequence[tuple[int, Candidate]], count: int) -> set[int]:
+    """Returns the servers that compute prompts for the others: those with the fewest streams, which
+    are those that did so up to now."""
+    order = sorted(known, key=lambda one: (one[1].num_streams, -one[1].prompt_share))
+    return {index for index, _ in order[: min(count, len(known) - 1)]}
+
+
 def next_server(
-    candidates: Sequence[Candidate | None], at: int, num_tokens: float, num_output: float
+    candidates: Sequence[Candidate | None],
+    at: int,
+    num_tokens: float,
+    num_output: float,
+    num_prefill: int = 0,
 ) -> int | None:
-    """Returns where the answer goes on after a prompt that was computed at `at`; None: there."""
+    """Returns where the answer goes on after a prompt that was computed at `at`; None: there.
+    num_prefill: as for `decide`."""
     here = candidates[at]
     if here is None:
         return None
@@ -213,7 +231,8 @@ def next_server(
         if one.load.names == here.load.names
     ]
     best_s, best = min(costs, default=(math.inf, at))
-    return best if best_s < (1.0 - GAIN) * here.answer_s(num_output) else None
+    gain = -GAIN if num_prefill else GAIN
+    return best if best_s < (1.0 - gain) * here.answer_s(num_output) else None
 
 
 def _between(points: Sequence[tuple[int, float]], tokens: float) -> float:

@@ -11,13 +11,15 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.apart import Decision, decide, next_server, stays
+from serve.cluster.front.apart import Candidate, Decision, decide, next_server, stays
 from serve.cluster.front.prompt import Lengths, Prompt
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
+from serve.cluster.front.roles import Traffic, num_prefill
 
 logger = logging.getLogger(__name__)
 
+_RECONSIDERED_S = 1.0
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 # what the first server need not do for its one token
 _LEFT_OUT = (
@@ -47,6 +49,9 @@ class Parting:
         self.replicas = replicas
         self.counts = PartingCounts()
         self.lengths = Lengths()
+        self.traffic = Traffic()
+        self.num_prefill = 0  # servers that compute prompts for the others
+        self._considered_s = 0.0
         self._is_on = is_on
 
     @property
@@ -55,10 +60,10 @@ class Parting:
         return self._is_on and any(replica.load is not None for replica in self.replicas.replicas)
 
     def choose(
-        self, prompt: Prompt, without: Collection[Replica]
+        self, prompt: Prompt, without: Collection[Replica], now_s: float
     ) -> tuple[Choice | None, Replica | None]:
-        """Returns the choice for a call, and the server where it is to go on after its prompt; None
-        if it stays."""
+        """Returns the choice for a call that comes at now_s, and the server where it is to go on
+        after its prompt; None if it stays."""
         home = self.replicas.best(self._names(prompt), without)
         if home is None:
             return None, None
@@ -68,7 +73,7 @@ class Parting:
             return self._take(home, prompt), None
         ready = self.replicas.ready(without)
         num_tokens = self.lengths.of_prompt(prompt)
-        decision = self._decide(ready, ready.index(home), prompt, num_tokens)
+        decision = self._decide(ready, ready.index(home), prompt, num_tokens, now_s)
         self._note(decision, num_tokens)
         if decision.decode is None:
             return self._take(home, prompt), None
@@ -84,12 +89,35 @@ class Parting:
         return prompt.names if self.replicas.looks_at_prompts else []
 
     def _decide(
-        self, ready: list[Replica], home: int, prompt: Prompt, num_tokens: float
+        self,
+        ready: list[Replica],
+        home: int,
+        prompt: Prompt,
+        num_tokens: float,
+        now_s: float,
     ) -> Decision:
+        candidates = self.replicas.candidates(ready, prompt.names, num_tokens)
+        at, num_output = candidates[home], self.lengths.of_answer(prompt)
+        if at is not None and prompt.size:
+            self.traffic.note(now_s, at.num_new, num_output)
+        self._reconsider(candidates, now_s)
         if not prompt.can_part:
             return stays(home, "unread")
-        candidates = self.replicas.candidates(ready, prompt.names, num_tokens)
-        return decide(candidates, home, num_tokens, self.lengths.of_answer(prompt))
+        return decide(candidates, home, num_tokens, num_output, self.num_prefill)
+
+    def _reconsider(self, candidates: list[Candidate | None], now_s: float) -> None:
+        """Decides how many servers should compute prompts for the others."""
+        if now_s - self._considered_s < _RECONSIDERED_S:
+            return
+        self._considered_s = now_s
+        known = [one for one in candidates if one is not None and one.load.has_learned]
+        before, self.num_prefill = self.num_prefill, 0
+        if len(known) == len(candidates) > 1 and self.traffic.rate:
+            loads = [one.load for one in known]
+            handover_s = min(one.handover_s for one in known)
+            self.num_prefill = num_prefill(loads, self.traffic, handover_s, before)
+        if self.num_prefill != before:
+            logger.info("%d servers compute prompts for the others", self.num_prefill)
 
     def _note(self, decision: Decision, num_tokens: float) -> None:
         counts = self.counts
@@ -112,14 +140,16 @@ class Parting:
         num_tokens = self.lengths.of_prompt(prompt)
         candidates = self.replicas.candidates(ready, prompt.names, num_tokens)
         num_output = self.lengths.of_answer(prompt)
-        index = next_server(candidates, ready.index(at), num_tokens, num_output)
+        at_index = ready.index(at)
+        index = next_server(candidates, at_index, num_tokens, num_output, self.num_prefill)
         return None if index is None else ready[index]
 
-    def moved(self, prompt: Prompt, replica: Replica, seconds: float) -> None:
+    def moved(self, prompt: Prompt, choice: Choice, seconds: float) -> None:
         """Notes the first token after a hand-over, and the seconds since the last one before it."""
         self.counts.num_moved += 1
         self.counts.handover_s += seconds
-        replica.note_handover(seconds, self.lengths.of_prompt(prompt))
+        waited_s = min(seconds, choice.queue_s)
+        choice.replica.note_handover(seconds - waited_s, self.lengths.of_prompt(prompt))
 
 
 def prefill_body(body: bytes) -> bytes:

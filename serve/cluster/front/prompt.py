@@ -82,6 +82,8 @@ class Lengths:
 
     of_byte: float = _FIRST_RATIO
     output: float = _FIRST_OUTPUT
+    num_bytes_learned: int = 0
+    num_outputs_learned: int = 0
 
     def of_prompt(self, prompt: Prompt) -> float:
         """Returns the tokens that a prompt probably has."""
@@ -94,6 +96,10 @@ class Lengths:
     def learn(self, prompt: Prompt, num_tokens: int, num_output: int) -> None:
         """Learns from an answer that has ended. num_tokens: of its prompt, 0 if unknown."""
         if num_tokens and prompt.size and not prompt.is_counted:
-            self.of_byte += _LEARNING * (num_tokens / prompt.size - self.of_byte)
+            self.num_bytes_learned += 1
+            part = max(_LEARNING, 1.0 / self.num_bytes_learned)  # the first ones count fully
+            self.of_byte += part * (num_tokens / prompt.size - self.of_byte)
         if num_output:
-            self.output += _LEARNING * (num_output - self.output)
+            self.num_outputs_learned += 1
+            part = max(_LEARNING, 1.0 / self.num_outputs_learned)
+            self.output += part * (num_output - self.output)

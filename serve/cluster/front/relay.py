@@ -167,7 +167,8 @@ class Relay:
             return self._replicas.take(following, self._names, 0.0)
         if not self._is_first:
             return self._replicas.choose(self._names, refused)
-        choice, following = self._parting.choose(self._prompt, refused)
+        now_s = asyncio.get_running_loop().time()
+        choice, following = self._parting.choose(self._prompt, refused, now_s)
         self._is_first = choice is None
         if choice is None or following is None:
             return choice
@@ -294,7 +295,7 @@ class Relay:
                 self._replicas.note_first(self._choice, seconds)
             else:
                 self._replicas.note_end(self._choice)
-                self._parting.moved(self._prompt, replica, seconds)
+                self._parting.moved(self._prompt, self._choice, seconds)
             self._choice, self._moved_s = None, None
             self._decodes_at = replica
             replica.num_streams += 1

@@ -16,8 +16,7 @@ from serve.cluster.front.replicas import Replica
 LOAD: dict[str, Any] = {
     "queue_s": 0.0,
     "num_streams": 0,
-    "step_s": 0.0,
-    "next_step_s": 0.04,
+    "steps": [[1, 0.041], [64, 0.104]],
     "slowdown": 1.0,
     "next_slowdown": 1.5,
     "prompt_s": 0.0,
@@ -38,9 +37,9 @@ def server(
     num_streams: int = 0, share: float = 0.0, queue_s: float = 0.0, new: float = 1024.0, **more: Any
 ) -> Candidate:
     """A server whose step takes 40 ms, and 1 ms more for each stream."""
-    changes = {"num_streams": num_streams, "next_step_s": 0.04 + 0.001 * num_streams}
+    changes: dict[str, Any] = {"num_streams": num_streams}
     if num_streams:
-        changes |= {"step_s": 0.039 + 0.001 * num_streams, "slowdown": 1.5}
+        changes["slowdown"] = 1.5
     return Candidate(load(**changes | more), queue_s, num_streams, share, new, 0.05)
 
 
@@ -95,7 +94,7 @@ def test_a_short_answer_does_not_pay_for_its_hand_over() -> None:
         ((server(8, pulls=False), server(pulls=False, share=0.6)), "no_peers"),
         ((server(8, listens=False), server(listens=False, share=0.6)), "no_peers"),
         ((server(8, new=100.0), server(share=0.6)), "short"),
-        ((server(8), server(next_step_s=0.0, share=0.6)), "unlearned"),
+        ((server(8), server(steps=[[1, 0.0]], share=0.6)), "unlearned"),
         ((server(8), server(prompts=[[64, 0.0, 0.0]], share=0.6)), "unlearned"),
     ],
 )
@@ -119,8 +118,7 @@ def test_times_between_the_known_lengths() -> None:
     assert one.prefill_s(1024) == pytest.approx(2.4) and one.prefill_s(640) == pytest.approx(1.5)
     assert one.prefill_s(32) == pytest.approx(0.075) and one.prefill_s(1792) == pytest.approx(4.2)
     assert one.pull_s(1024) == pytest.approx(0.1)
-    four = server(4).load
-    assert [four.step_of(n) for n in (3, 4, 5, 6)] == pytest.approx([0.042, 0.043, 0.044, 0.045])
+    assert [one.step_of(n) for n in (0, 1, 4, 80)] == pytest.approx([0.041, 0.041, 0.044, 0.12])
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_times_between_the_known_lengths() -> None:
         "{}",
         orjson.dumps(LOAD | {"prompts": [[1, 2]]}).decode(),
         orjson.dumps(LOAD | {"prompts": 1}).decode(),
-        orjson.dumps(LOAD | {"step_s": "x"}).decode(),
+        orjson.dumps(LOAD | {"steps": [[2, 1.0], [1, 1.0]]}).decode(),
         orjson.dumps(LOAD | {"prompts": [[0, 1.0, 1.0]]}).decode(),
         orjson.dumps(LOAD | {"names": None}).decode(),
         orjson.dumps(LOAD | {"names": "x" * 5000}).decode(),
