@@ -147,6 +147,7 @@ class Relay:
             elif not _goes_elsewhere(answer):
                 return answer
             refused[replica] = answer
+            self._moved_s = None
             self._take_refusal(replica, answer)
 
     async def _read_prompt(self) -> Prompt:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from serve.cluster.front.apart import ServerLoad
 
 HORIZON_S = 60.0
-"""How far back the rate looks."""
+HORIZON_CALLS = 64
+"""How far back the rate looks, at most."""
 LEAST_CALLS = 8.0
 """Of which fewer say nothing of a rate."""
 GAIN = 0.05
@@ -31,16 +32,16 @@ _ROUNDS = 30
 class Traffic:
     """The calls of late: their rate, and their mean lengths."""
 
-    began_s: float | None = None
-    last_s: float = 0.0
+    last_s: float | None = None
+    seconds: float = 0.0
     count: float = 0.0
     tokens: float = 0.0
     output: float = 0.0
 
     def note(self, now_s: float, num_tokens: float, num_output: float) -> None:
-        if self.began_s is None:
-            self.began_s = self.last_s = now_s
-        kept = math.exp(-max(0.0, now_s - self.last_s) / HORIZON_S)
+        gap_s = 0.0 if self.last_s is None else max(0.0, now_s - self.last_s)
+        kept = math.exp(-gap_s / HORIZON_S) * (1.0 - 1.0 / HORIZON_CALLS)
+        self.seconds = kept * (self.seconds + gap_s)
         self.count = kept * self.count + 1.0
         self.tokens = kept * self.tokens + num_tokens
         self.output = kept * self.output + num_output
@@ -49,10 +50,9 @@ class Traffic:
     @property
     def rate(self) -> float:
         """Calls a second; 0 while too few have come."""
-        if self.began_s is None or self.count < LEAST_CALLS:
+        if self.count < LEAST_CALLS or not self.seconds:
             return 0.0
-        seconds = HORIZON_S * (1.0 - math.exp(-(self.last_s - self.began_s) / HORIZON_S))
-        return (self.count - 1.0) / seconds if seconds > 0.0 else 0.0
+        return (self.count - 1.0) / self.seconds
 
     @property
     def mean_tokens(self) -> float:
