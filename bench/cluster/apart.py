@@ -10,9 +10,9 @@ Two servers with one thread each, which are K/V peers, get the same Poisson arri
     auto      `serve front --prefill-apart auto`: call by call
 
 Rates are shares of what merged servers can do, by the simulator. Its step costs come from two
-engines side by side (step_costs.py), and hand-overs and delays from single calls; nothing is fitted
-to the loads. "in SLO" are the calls a second that kept both objectives, which are multiples of the
-times of a single call.
+engines side by side (step_costs.py), hand-overs and delays from single calls, and what passing
+tokens on takes on the same cores from 16 equal streams; nothing is fitted to the loads. "in SLO"
+are the calls a second that kept both objectives, which are multiples of the times of a single call.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import json
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,34 @@ from bench.simulate.fleet import FleetCall, FleetRecord, FleetSimulation, HandOv
 from bench.simulate.settings import PoolDelays
 from serve.cluster.front.replicas import JOURNAL, LOAD_HEADER
 from serve.machine import free_port
+from serve.scheduler.step_time import StepWork
 
 WAYS: tuple[Way, ...] = ("merged", "apart", "auto")
 TTFT_TIMES, TPOT_TIMES = 4.0, 2.0
 WITHIN = 0.25
+_HOPS: dict[Way, str] = {"merged": "off", "auto": "auto"}
+_CROWD = Mix(128, 64)
+_CROWD_CALLS = 16
 _ALONE = 3  # single calls of each kind
 _COMPARED = ("ttft_p99", "tpot_p99", "qps")
+
+
+@dataclass(frozen=True, slots=True)
+class ServedCost:
+    """Adds to each decode row of a step what passing its token on takes on the same cores."""
+
+    fitted: FittedCost
+    token_s: float = 0.0
+
+    def seconds(self, work: StepWork) -> float:
+        return self.fitted.seconds(work) + self.token_s * work.num_decodes
 
 
 @dataclass(frozen=True, slots=True)
 class Planner:
     """Predicts runs. config: of the servers' engines."""
 
-    cost: FittedCost
+    cost: ServedCost
     engine: TracedEngine
     config: dict[str, Any]
     hand_over: HandOver = field(default_factory=HandOver)
@@ -79,10 +94,16 @@ def _seen(record: FleetRecord) -> Seen:
 class Rig:
     """The servers and the hops. ask: by way, how a call is sent."""
 
-    def __init__(self, client: Client, servers: list[str], hops: dict[Way, str]) -> None:
+    def __init__(self, client: Client, servers: list[str]) -> None:
         self.client = client
         self.servers = servers
-        self._hops = hops
+        self._hops: dict[Way, str] = {}
+
+    async def start_hops(self, stack: AsyncExitStack) -> None:
+        """Starts hops that have seen no call."""
+        for way, setting in _HOPS.items():
+            front, self._hops[way] = await start_front(self.servers, "--prefill-apart", setting)
+            stack.callback(front.kill)
 
     def ask(self, way: Way) -> Callable[[Mix], Awaitable[Seen]]:
         if way != "apart":
@@ -121,16 +142,12 @@ async def started(stack: AsyncExitStack, model: str, config: dict[str, Any]) -> 
     for server in servers:
         await until_ready(server.url)
     urls = [server.url for server in servers]
-    hops: dict[Way, str] = {}
-    for way, setting in (("merged", "off"), ("auto", "auto")):
-        front, hops[way] = await start_front(urls, "--prefill-apart", setting)
-        stack.callback(front.kill)
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=None)
     session = aiohttp.ClientSession(connector=connector, timeout=timeout)
     await stack.enter_async_context(session)
     await _until_peers(session, urls)
-    return Rig(Client(session, model), urls, hops)
+    return Rig(Client(session, model), urls)
 
 
 async def _until_peers(session: aiohttp.ClientSession, urls: list[str]) -> None:
@@ -145,11 +162,21 @@ async def _until_peers(session: aiohttp.ClientSession, urls: list[str]) -> None:
             raise RuntimeError(f"{url} is connected to no peer")
 
 
+async def crowded(rig: Rig, planner: Planner) -> Planner:
+    """Returns the planner with what a token of many streams takes beside its steps."""
+    calls = [FleetCall(0.0, *_CROWD)] * _CROWD_CALLS
+    seen = median_seen(await rig.client.load(calls, rig.ask("merged")))
+    expected = median_seen(planner.seen(calls, "merged"))
+    token_s = max(0.0, seen.tpot_s - expected.tpot_s) / (_CROWD_CALLS / len(rig.servers))
+    return replace(planner, cost=ServedCost(planner.cost.fitted, token_s))
+
+
 async def alone(rig: Rig, planner: Planner, mixes: list[Mix]) -> tuple[Planner, dict[Mix, Seen]]:
     """Measures single calls; returns the planner with what they say, and their times."""
     for url in rig.servers:  # step times are learned from merged steps
         for mix in mixes:
             await asyncio.gather(*(rig.client.ask(url, mix._replace(output=32)) for _ in range(3)))
+    planner = await crowded(rig, planner)
     single: dict[Mix, Seen] = {}
     moves: list[tuple[int, float]] = []
     rests: list[float] = []
@@ -170,8 +197,7 @@ async def alone(rig: Rig, planner: Planner, mixes: list[Mix]) -> tuple[Planner, 
     step_s = planner.seen([FleetCall(0.0, 1, 1)], "merged")[0].ttft_s
     hand_over = HandOver(max(0.0, float(fixed_s) - step_s), max(0.0, float(token_s)))
     delays = PoolDelays(tokenize_s=max(0.0, float(np.median(rests))))
-    known = Planner(planner.cost, planner.engine, planner.config, hand_over, delays)
-    return known, single
+    return replace(planner, hand_over=hand_over, delays=delays), single
 
 
 async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
@@ -189,11 +215,14 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     found = []
     async with AsyncExitStack() as stack:
         rig = await started(stack, "m", config)
-        planner, single = await alone(rig, Planner(cost, engine, config), mixes)
+        async with AsyncExitStack() as hops:
+            await rig.start_hops(hops)
+            planner, single = await alone(rig, Planner(ServedCost(cost), engine, config), mixes)
         move = planner.hand_over
         print(
             f"a hand-over takes {1e3 * move.fixed_s:.0f} ms and {1e6 * move.token_s:.1f} us a"
-            f" token; a call {1e3 * planner.delays.tokenize_s:.0f} ms beside its steps"
+            f" token; beside its steps a call takes {1e3 * planner.delays.tokenize_s:.0f} ms and a"
+            f" token of many streams {1e3 * planner.cost.token_s:.2f} ms"
         )
         for mix in mixes:
             slo = Slo(TTFT_TIMES * single[mix].ttft_s, TPOT_TIMES * single[mix].tpot_s)
@@ -204,8 +233,10 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
                 f" {1e3 * slo.tpot_s:.1f} ms; merged servers can do {capacity:.2f}/s"
             )
             print(_HEAD, flush=True)
-            for share in map(float, given.loads.split(",")):
-                found += await _rate(rig, planner, mix, slo, share * capacity, given)
+            async with AsyncExitStack() as hops:
+                await rig.start_hops(hops)
+                for share in map(float, given.loads.split(",")):
+                    found += await _rate(rig, planner, mix, slo, share * capacity, given)
     return found
 
 
