@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 from bench.plan.cost import StepCost
@@ -26,6 +27,7 @@ from serve.engine.early_rejection import forecast_load
 from serve.engine.early_rejection import predicted_ttft_s as ttft_s
 from serve.request import Request
 from serve.sampling_params import SamplingParams
+from serve.scheduler.scheduler import Scheduler
 from serve.scheduler.sequence import Sequence as EngineSequence
 from serve.scheduler.step_time import StepWork
 
@@ -161,7 +163,7 @@ class FleetSimulation:
         self._at(0.0, self._check)
         for record in records:
             before_s = self._delays.before(record.call.num_prompt)
-            self._at(record.call.at_s + before_s, lambda now_s, r=record: self._arrive(r, now_s))
+            self._at(record.call.at_s + before_s, partial(self._arrive, record))
         while self._num_left:
             busy = [s for s in self._servers if s.scheduler.has_work()]
             server = min(busy, key=lambda s: s.engine.now_s, default=None)
@@ -187,8 +189,8 @@ class FleetSimulation:
                 replica.note_load(self._load(scheduler), CHECK_S)
         self._at(now_s + CHECK_S, self._check)
 
-    def _load(self, scheduler: object) -> ServerLoad:
-        found = forecast_load(scheduler, 0.0)  # type: ignore[arg-type]
+    def _load(self, scheduler: Scheduler) -> ServerLoad:
+        found = forecast_load(scheduler, 0.0)
         prompts = tuple((n, s, n * self._hand_over.token_s) for n, s, _ in found.prompts)
         return ServerLoad(
             found.num_streams,
@@ -226,7 +228,7 @@ class FleetSimulation:
         for sequence in server.engine.step(lambda step: self._watch(server, step)) or ():
             leg, now_s = server.ended(sequence), server.engine.now_s
             if len(leg.record.times) < leg.record.call.num_output:
-                self._at(now_s, lambda at_s, one=leg: self._go_on(server, one, at_s))
+                self._at(now_s, partial(self._go_on, server, leg))
                 continue
             self._num_left -= 1
             if self._way != "apart":
@@ -271,7 +273,7 @@ class FleetSimulation:
         after_s = 0.0
         if target is not server:
             after_s, then.moved_at_s = self._hand_over.seconds(call.num_prompt), now_s
-        self._at(now_s + after_s, lambda at_s: target.add(then, 1, at_s))
+        self._at(now_s + after_s, partial(target.add, then, 1))
 
 
 def _request(num_tokens: int, now_s: float) -> Request:
