@@ -72,6 +72,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "max_position_embeddings": 32768,
     },
+    # Fast enough for many requests a second beside one another on one core each.
+    "llama-300m": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "intermediate_size": 4096,
+        "vocab_size": 32000,
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
     # A prompt of 32k tokens takes about fifteen seconds on two cores.
     "small-32k": {
         "hidden_size": 512,

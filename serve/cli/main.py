@@ -97,6 +97,13 @@ def front(
     routing: Annotated[
         str, typer.Option(help="Which server is next: prefix, least-busy or round-robin.")
     ] = "prefix",
+    prefill_apart: Annotated[
+        str,
+        typer.Option(
+            help="auto: servers that are K/V peers share calls where that pays, one computing"
+            " the prompt, one the answer; off: never."
+        ),
+    ] = "auto",
     drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for calls.")] = 30.0,
     log_level: options.LogLevel = "info",
 ) -> None:
@@ -110,7 +117,8 @@ def front(
 
     set_up_logging(log_level)
     with reported():
-        settings = FrontSettings(tuple(dict.fromkeys(replicas)), lost_after_s, wait_s, routing)
+        urls = tuple(dict.fromkeys(replicas))
+        settings = FrontSettings(urls, lost_after_s, wait_s, routing, prefill_apart)
         http = HttpSettings(
             host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain_s
         )

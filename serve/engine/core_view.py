@@ -6,7 +6,13 @@ from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from serve.engine.counters import PoolCounters, RequestCounters
-from serve.engine.early_rejection import EarlyRejection, TtftForecast, forecast_ttft
+from serve.engine.early_rejection import (
+    EarlyRejection,
+    LoadForecast,
+    TtftForecast,
+    forecast_load,
+    forecast_ttft,
+)
 from serve.engine.pools import OutputThread
 from serve.engine.step_executor import StepExecutor
 from serve.kept import Kept, size_of
@@ -79,6 +85,16 @@ class CoreView:
     def predicted_queue_s(self) -> float:
         """Returns the predicted wait of the shortest request that arrives now."""
         return self.forecast(any_request(1), 0).queue_s
+
+    def forecast_load(self) -> LoadForecast:
+        """Predicts what prompts and streams would take here."""
+        return forecast_load(self._scheduler, self.predicted_queue_s())
+
+    @property
+    def names_tag(self) -> str | None:
+        """What engines have in common whose prefix caches give pages the same names; None without
+        a prefix cache."""
+        return self._scheduler.prefixes.tag
 
     def kept(self) -> dict[str, Kept]:
         """Returns what the core keeps between requests, by name: exact sizes of what is counted in

@@ -14,9 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple
 from serve.errors import OverloadedError
 from serve.request import Request
 from serve.scheduler.sequence import Sequence
+from serve.scheduler.step_time import StepWork
 
 if TYPE_CHECKING:
     from serve.scheduler.scheduler import Scheduler
+
+# the sizes for which a load is told
+_LOAD_LENGTHS = (64, 256, 1024, 4096, 16_384, 65_536)
+_LOAD_STREAMS = (1, 4, 16, 64, 256)
+_USUAL_CONTEXT = 512  # while nothing runs
 
 
 class EarlyRejection:
@@ -85,6 +91,54 @@ class TtftForecast(NamedTuple):
     @property
     def ttft_s(self) -> float:
         return self.queue_s + self.prefill_s
+
+
+class LoadForecast(NamedTuple):
+    """What a hop that chooses among servers learns of this one; times are 0 until they are learned.
+
+    queue_s: the wait of a short request. num_streams: the sequences that decode. slowdown and
+    next_slowdown: how much longer prompts take beside them, and beside one more. prompt_s: what all
+    steps have taken for prompt rows since the start. steps: (streams, seconds of their step alone).
+    prompts: (tokens, seconds to compute them alone, their pages)."""
+
+    queue_s: float
+    num_streams: int
+    slowdown: float
+    next_slowdown: float
+    prompt_s: float
+    steps: tuple[tuple[int, float], ...]
+    prompts: tuple[tuple[int, float, int], ...]
+
+
+def forecast_load(scheduler: Scheduler, queue_s: float) -> LoadForecast:
+    """Returns what the step times and the running sequences say. Any thread may call it; what it
+    reads may be one step old."""
+    chunks, kv, most = scheduler.chunks, scheduler.kv, scheduler.limits.max_num_seqs
+    contexts = [
+        sequence.num_computed_tokens
+        for sequence in list(scheduler.running)
+        if sequence.num_tokens - sequence.num_computed_tokens <= 1
+    ]
+    num_streams = len(contexts)
+    usual = sum(contexts) // num_streams if num_streams else min(kv.max_model_len, _USUAL_CONTEXT)
+    model = chunks.model
+    return LoadForecast(
+        queue_s,
+        num_streams,
+        chunks.slowdown_beside(_decoding(num_streams, usual)),
+        chunks.slowdown_beside(_decoding(num_streams + 1, usual)),
+        chunks.prompt_s,
+        tuple((n, model.decode_seconds(_decoding(n, usual))) for n in _LOAD_STREAMS if n <= most),
+        tuple(
+            (tokens, model.prefill_seconds(tokens), kv.pages_for(tokens))
+            for tokens in _LOAD_LENGTHS
+            if tokens < kv.max_model_len
+        ),
+    )
+
+
+def _decoding(num_streams: int, context: int) -> StepWork:
+    return StepWork(num_streams, num_streams * context, num_streams, samples=num_streams > 0)
 
 
 def forecast_ttft(

@@ -319,6 +319,24 @@ class Engine:
         asked = any_request(request) if isinstance(request, int) else request
         return self.loaded.core.view.forecast(asked, num_cached)
 
+    def load_report(self) -> dict[str, Any] | None:
+        """Returns what a hop must know to part prompts from decoding: the forecast of the load and
+        whether K/V can be pulled from here and to here. None if it cannot. Any thread may call
+        it."""
+        peers = self.stats().kv_peers
+        if peers is None:
+            return None
+        view, pulls = self.loaded.core.view, peers.pulls.values()
+        page_s = sum(p.seconds for p in pulls) / max(1, sum(p.pulled for p in pulls))
+        forecast = view.forecast_load()
+        prompts = [(tokens, s, pages * page_s) for tokens, s, pages in forecast.prompts]
+        return forecast._asdict() | {
+            "prompts": prompts,
+            "names": view.names_tag,
+            "listens": peers.url is not None,
+            "pulls": any(pull.is_connected for pull in pulls),
+        }
+
     def num_cached_tokens(self, request: Request) -> int:
         """Returns how many tokens of a request's prompt the prefix cache has. Any thread may call
         it."""

@@ -225,9 +225,7 @@ class HttpApp:
             timer.cancel()
             context.calls.discard(policy)
             if key is not None and is_counted:
-                usage = policy.usage()
-                tokens = sum(m.num_prompt_tokens + m.num_output_tokens for m in usage)
-                self.quotas.leave(key, tokens)
+                self.quotas.leave(key, policy.num_charged)
 
     async def _send_whole(self, request: web.BaseRequest, response: web.StreamResponse) -> None:
         """Sends a large answer; aborts the connection of a reader that stalls."""

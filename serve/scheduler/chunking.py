@@ -209,6 +209,7 @@ class ChunkPolicy:
         self.limit: int | None = None  # the prompt rows for which the last step had room
         self.limit_s = math.inf  # the longest predicted time of the last step with prompts
         self.num_stages = 1
+        self.prompt_s = 0.0  # what steps have taken for prompt rows since the start
         self._num_observed = 0
         self._now_s = 0.0
         self._owed_s = 0.0
@@ -261,7 +262,13 @@ class ChunkPolicy:
         is_usual = plan.num_decodes == len(plan.sequences) and not plan.num_drafted
         if is_usual and self.model.knows_decoding and num_steps % _LEARN_EVERY:
             return  # the next step is much like this one, and learning takes time between steps
-        self.model.learn(StepWork.of(plan) if work is None else work, seconds)
+        if work is None:
+            work = StepWork.of(plan)
+        self.model.learn(work, seconds)
+        if work.num_chunks:
+            decodes = StepWork(work.num_decodes, work.num_context, work.num_decodes, samples=True)
+            decode_s = self.model.decode_seconds(decodes) if work.num_decodes else 0.0
+            self.prompt_s += max(0.0, seconds - decode_s)
 
     @property
     def last_pass_s(self) -> float:
@@ -271,14 +278,19 @@ class ChunkPolicy:
     def slowdown(self, decodes: list[Sequence], num_prompts: int = 1) -> float:
         """Returns how much longer prompts take beside these decodes than alone while num_prompts
         of them are computed or wait; at least 1."""
-        model, share = self.model, -(-len(decodes) // self.num_stages)
-        work = _decode_work(decodes[:share])
+        share = -(-len(decodes) // self.num_stages)
+        return self.slowdown_beside(_decode_work(decodes[:share]), num_prompts)
+
+    def slowdown_beside(self, work: StepWork, num_prompts: int = 1) -> float:
+        """Returns the same beside the decode rows of one step."""
+        model = self.model
         most = max(1, self._max_rows - work.num_decodes)
         limit_s = self._limit_s(work, num_prompts)
         rows = max(min(most, _LEAST_ROWS), model.most_rows(work, 0, most, limit_s))
         alone_s = model.prefill_seconds(self._max_rows) * rows / self._max_rows
-        work.add(rows, 0)
-        return max(1.0, model.predict(work) / alone_s) if alone_s else 1.0
+        beside = StepWork(work.num_decodes, work.num_context, work.num_rows, samples=work.samples)
+        beside.add(rows, 0)
+        return max(1.0, model.predict(beside) / alone_s) if alone_s else 1.0
 
     def _limit_s(self, decodes: StepWork, num_prompts: int) -> float:
         """Returns the longest predicted time of a step with these decode rows and prompt rows."""

@@ -15,7 +15,8 @@ class FairQueue(WaitingQueue):
 
     The counter of a client that begins to wait is lifted to the smallest of the waiting clients,
     or to that of the client that waited last, so an idle client saves up nothing. A prompt is
-    charged on admission, once per request; outputs are charged when a client must be chosen.
+    charged on admission, once per request, as are the tokens of an answer that goes on here;
+    outputs are charged when a client must be chosen.
     Between two clients that both have waiting work, the counters never differ by more than twice
     the charge of a prompt or a full batch.
     """
@@ -80,9 +81,11 @@ class FairQueue(WaitingQueue):
     def take(self, sequence: Sequence) -> None:
         super().take(sequence)
         self._charged[sequence] = sequence.num_output_tokens
-        if sequence.index == 0 and not sequence.num_preemptions:
-            prompt = self.INPUT_WEIGHT * sequence.num_prompt_tokens
-            self.counters[sequence.request.client] += prompt
+        if not sequence.num_preemptions:
+            # an answer that another server has begun is computed as a prompt is
+            tokens = sequence.num_output_tokens
+            tokens += sequence.num_prompt_tokens if sequence.index == 0 else 0
+            self.counters[sequence.request.client] += self.INPUT_WEIGHT * tokens
 
     def ended(self, sequence: Sequence) -> None:
         super().ended(sequence)

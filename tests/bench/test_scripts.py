@@ -280,3 +280,12 @@ def test_prefill_apart(tmp_path):
 def test_prefill_overlap(tmp_path):
     result = run_script("bench.engine.prefill_overlap", tmp_path)
     assert result["pulled pages"] > 0 and len(result["exposed"]) == len(result["whole"]) == 1
+
+
+def test_apart(tmp_path):
+    """Merged, parted and automatic calls on two servers, each beside a prediction."""
+    rows = run_script("bench.cluster.apart", tmp_path)
+    assert [row["way"] for row in rows] == ["merged", "apart", "auto"]
+    for row in rows:
+        for kind in ("measured", "predicted"):
+            assert 0 < row[kind]["ttft_p50"] <= row[kind]["ttft_p99"]

@@ -73,6 +73,17 @@ class AnswerLog:
         return self._joined(self._take())
 
     @property
+    def num_prompt_tokens(self) -> int:
+        """The tokens of the prompts; 0 if the server does not tell."""
+        number = (self._state or {}).get("num_tokens")
+        return number if isinstance(number, int) else 0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every choice that has begun has ended."""
+        return all(reason is not None for _, reason in self._answers.values())
+
+    @property
     def continuation(self) -> dict[str, Any] | None:
         """The field of the body with which another server goes on; None starts from the beginning,
         as the client has got nothing."""

@@ -13,7 +13,9 @@ import aiohttp
 import orjson
 from aiohttp import hdrs, web
 
+from serve.cluster.front.apart import PREFILL_APART
 from serve.cluster.front.metrics import metrics_text
+from serve.cluster.front.parting import Parting
 from serve.cluster.front.proxy import Proxy, UpstreamLostError
 from serve.cluster.front.relay import NoReplicaError, Relay, RelayCounts
 from serve.cluster.front.replicas import ROUTING, Replica, ReplicaSet
@@ -43,16 +45,20 @@ FIELD = b"continuation"
 class FrontSettings:
     """replicas: the URLs of equal servers. lost_after_s: seconds without an answer after which a
     replica is lost. wait_s: seconds that a call waits for a replica that is ready. routing: how the
-    next replica is chosen, see ReplicaSet.choose."""
+    next replica is chosen, see ReplicaSet.choose. prefill_apart: "auto" has the prompt of a call
+    computed at another server than its answer where that is predicted to pay; "off" never."""
 
     replicas: tuple[str, ...]
     lost_after_s: float = 3.0
     wait_s: float = 60.0
     routing: str = "prefix"
+    prefill_apart: str = "auto"
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING:
             raise ConfigError(f"routing must be one of {', '.join(ROUTING)}")
+        if self.prefill_apart not in PREFILL_APART:
+            raise ConfigError(f"prefill_apart must be one of {', '.join(PREFILL_APART)}")
         if self.lost_after_s <= 0.0 or self.wait_s < 0.0:
             raise ConfigError("lost_after_s must be above 0, and wait_s not below")
         for url in self.replicas:
@@ -71,6 +77,7 @@ class Front:
             settings.replicas, lost_after_s=settings.lost_after_s, routing=settings.routing
         )
         self.counts = RelayCounts()
+        self.parting = Parting(self.replicas, is_on=settings.prefill_apart == "auto")
         self.num_calls = 0
         self.is_draining = False
         self._bodies = Bodies()
@@ -149,14 +156,22 @@ class Front:
         headers = common_headers(request_id)
         match request.method, request.path:
             case "GET", "/health":
-                return web.Response(headers=headers)
+                return web.json_response(self._health(), headers=headers)
             case "GET", "/ready":
                 is_ready = self.replicas.num_ready and not self.is_draining
                 return web.Response(status=200 if is_ready else 503, headers=headers)
             case "GET", "/metrics":
-                text = metrics_text(self.replicas.replicas, self.counts)
+                text = metrics_text(self.replicas.replicas, self.counts, self.parting.counts)
                 return web.Response(text=text, headers=headers)
         return None
+
+    def _health(self) -> dict[str, object]:
+        setting, counts = self.settings.prefill_apart, self.parting.counts
+        parted: dict[str, object] = {"setting": setting}
+        if setting != "off":
+            parted |= {"apart": counts.num_apart, "together": counts.num_together}
+            parted["last"] = counts.last
+        return {"status": "ok", "prefill_apart": parted}
 
     async def _forward(self, request: web.BaseRequest) -> web.StreamResponse:
         self.num_calls += 1
@@ -179,7 +194,7 @@ class Front:
         relay = Relay(
             request,
             body,
-            self.replicas,
+            self.parting,
             self._session,
             self.counts,
             wait_s=self.settings.wait_s,

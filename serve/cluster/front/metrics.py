@@ -6,12 +6,26 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from serve.cluster.front.parting import PartingCounts
     from serve.cluster.front.relay import RelayCounts
     from serve.cluster.front.replicas import Replica
 
 
-def metrics_text(replicas: Iterable[Replica], counts: RelayCounts) -> str:
-    return "\n".join(_lines(list(replicas), counts)) + "\n"
+def metrics_text(replicas: Iterable[Replica], counts: RelayCounts, parting: PartingCounts) -> str:
+    lines = [*_lines(list(replicas), counts), *_parting_lines(parting)]
+    return "\n".join(lines) + "\n"
+
+
+def _parting_lines(counts: PartingCounts) -> Iterator[str]:
+    yield "# TYPE mergestep:front_apart_total counter"
+    yield f"mergestep:front_apart_total {counts.num_apart}"
+    yield "# TYPE mergestep:front_together_total counter"
+    for reason, number in sorted(counts.num_together.items()):
+        yield f'mergestep:front_together_total{{reason="{reason}"}} {number}'
+    yield "# TYPE mergestep:front_moved_total counter"
+    yield f"mergestep:front_moved_total {counts.num_moved}"
+    yield "# TYPE mergestep:front_handover_seconds_total counter"
+    yield f"mergestep:front_handover_seconds_total {counts.handover_s:.6f}"
 
 
 def _lines(replicas: list[Replica], counts: RelayCounts) -> Iterator[str]:

@@ -19,9 +19,19 @@ _FIELDS = ("system", "instructions", "tools", "messages", "input", "prompt", "ca
 
 def block_names(body: dict[str, Any], client: str) -> list[bytes]:
     """Returns the names of a body's blocks. client: what keeps the K/V of clients apart."""
+    return names_of(prompt_text(body), client)
+
+
+def prompt_text(body: dict[str, Any]) -> bytes:
+    """Returns what of a body becomes a prompt. Raises TypeError if it is nested too deeply."""
     text = orjson.dumps({name: body[name] for name in _FIELDS if name in body})
     if "messages" in body:  # the last bracket moves with each turn
         text = text.rstrip(b"]}")
+    return text
+
+
+def names_of(text: bytes, client: str) -> list[bytes]:
+    """Returns the names of the blocks of a prompt's text."""
     chain = hashlib.blake2b(client.encode("utf-8", "surrogateescape"), digest_size=8)
     names = []
     for begin in range(0, min(len(text), MAX_BLOCKS * BLOCK_BYTES), BLOCK_BYTES):

@@ -14,7 +14,8 @@ import orjson
 from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
-from serve.cluster.front.prefix_affinity import block_names
+from serve.cluster.front.parting import Parting, compute_prompt
+from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
 from serve.http.anthropic.errors import error_object
@@ -56,6 +57,10 @@ class _BrokenOffError(Exception):
     """A replica did not end an answer; str() names why, in the words of the metric."""
 
 
+class _MovedError(Exception):
+    """The prompt is computed, and the answer goes on at another replica."""
+
+
 class NoReplicaError(Exception):
     """No replica takes the call within the time for that."""
 
@@ -67,7 +72,7 @@ class Relay:
         self,
         request: web.BaseRequest,
         body: bytes,
-        replicas: ReplicaSet,
+        parting: Parting,
         session: aiohttp.ClientSession,
         counts: RelayCounts,
         *,
@@ -76,16 +81,20 @@ class Relay:
     ) -> None:
         self._request = request
         self._body = body
-        self._replicas = replicas
+        self._parting = parting
+        self._replicas: ReplicaSet = parting.replicas
         self._session = session
         self._counts = counts
         self._wait_s = wait_s
         self._log = AnswerLog()
         self._http = http
         self._events: EventStream | None = None
-        # a large body would hold up all streams while it is parsed
-        is_named = replicas.looks_at_prompts and len(body) <= http.parse_inline_bytes
-        self._names = _names(request, body) if is_named else []
+        self._prompt = NO_PROMPT
+        self._is_first = True
+        self._next: Replica | None = None  # where the answer goes on after its prompt
+        self._moves_on = False  # once the first token has come
+        self._decodes_at: Replica | None = None
+        self._moved_s: float | None = None
         self._broke_off_s: float | None = None
         self._num_breaks = 0
         self._pause_s = _PAUSE_S
@@ -95,9 +104,10 @@ class Relay:
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer. Raises NoReplicaError if nothing was sent yet."""
+        self._prompt = await self._read_prompt()
         refused: dict[Replica, web.Response] = {}
         while True:
-            choice = self._replicas.choose(self._names, refused)
+            choice = await self._choose(refused)
             if choice is None:
                 final = [answer for answer in refused.values() if answer.status not in (409, 503)]
                 if final and not self._log.has_sent:
@@ -111,7 +121,11 @@ class Relay:
             self._choice, self._sent_s = choice, asyncio.get_running_loop().time()
             try:
                 answer = await self._try(replica)
+            except _MovedError:
+                self._moved_s = self._sent_s = asyncio.get_running_loop().time()
+                continue
             except _BrokenOffError as error:
+                self._moved_s = None
                 if str(error) != "journal":
                     self._replicas.refused(replica)
                 self._note_break(str(error))
@@ -120,6 +134,7 @@ class Relay:
                 continue
             finally:
                 replica.num_calls -= 1
+                self._stop_decoding()
                 if self._choice is not None:
                     self._replicas.note_end(self._choice)
                     self._choice = None
@@ -132,7 +147,67 @@ class Relay:
             elif not _goes_elsewhere(answer):
                 return answer
             refused[replica] = answer
+            self._moved_s = None
             self._take_refusal(replica, answer)
+
+    async def _read_prompt(self) -> Prompt:
+        """Reads of the body what the choice depends on."""
+        if len(self._body) <= self._http.parse_inline_bytes:
+            looks = self._replicas.looks_at_prompts or self._parting.is_on
+            return read_prompt(self._request, self._body) if looks else NO_PROMPT
+        if not self._parting.is_on:
+            return NO_PROMPT
+        # it would hold up all streams while it is parsed
+        return await asyncio.to_thread(read_prompt, self._request, self._body)
+
+    async def _choose(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
+        """Returns the next server. The first time it decides whether the call is parted; one that
+        is no stream has its prompt computed here."""
+        following, self._next, self._moves_on = self._next, None, False
+        if following is not None and following.is_ready:
+            return self._replicas.take(following, self._names, 0.0)
+        if not self._is_first:
+            return self._replicas.choose(self._names, refused)
+        now_s = asyncio.get_running_loop().time()
+        choice, following = self._parting.choose(self._prompt, refused, now_s)
+        self._is_first = choice is None
+        if choice is None or following is None:
+            return choice
+        if self._prompt.is_stream:
+            self._moves_on = True
+            return choice
+        if not await self._compute_prompt(choice):
+            return self._replicas.choose(self._names, refused)
+        following = self._parting.next_server(self._prompt, choice.replica) or following
+        return self._replicas.take(following, self._names, 0.0)
+
+    async def _compute_prompt(self, choice: Choice) -> bool:
+        """Has a replica compute the prompt; returns whether it did."""
+        replica, body = choice.replica, None
+        replica.num_calls += 1
+        try:
+            async with asyncio.timeout(None) as attempt:  # ReplicaSet.lost() ends it
+                replica.attempts.add(attempt)
+                try:
+                    body = await compute_prompt(self._session, self._request, replica, self._body)
+                finally:
+                    replica.attempts.discard(attempt)
+        except TimeoutError:
+            logger.info("%s is lost while it computes a prompt", replica.url)
+        finally:
+            replica.num_calls -= 1
+            self._replicas.note_end(choice)
+        self._body = body or self._body
+        return body is not None
+
+    @property
+    def _names(self) -> list[bytes]:
+        return self._prompt.names if self._replicas.looks_at_prompts else []
+
+    def _stop_decoding(self) -> None:
+        if self._decodes_at is not None:
+            self._decodes_at.num_streams -= 1
+            self._decodes_at = None
 
     async def _wait(self) -> bool:
         """Waits until a replica is ready, for wait_s at most; returns whether one is."""
@@ -155,7 +230,7 @@ class Relay:
                 try:
                     async with self._session.post(url, data=next_body, headers=headers) as response:
                         if response.content_type == "text/event-stream":
-                            return await self._pass_on(response)
+                            return await self._pass_on(replica, response)
                         body = await response.read()
                 finally:
                     replica.attempts.discard(attempt)
@@ -177,19 +252,28 @@ class Relay:
             headers=forwarded_headers(response.headers, NOT_FORWARDED),
         )
 
-    async def _pass_on(self, response: aiohttp.ClientResponse) -> web.StreamResponse:
-        """Sends a stream's events to the client until its end."""
+    async def _pass_on(
+        self, replica: Replica, response: aiohttp.ClientResponse
+    ) -> web.StreamResponse:
+        """Sends a stream's events to the client until its end, or until it is to go on elsewhere.
+        Raises _MovedError then."""
         log = self._log
         log.begin_stream()
         async for data in response.content.iter_any():
             ready = log.feed(data)
             if ready:
                 await self._send(ready, response.headers)
+                if self._moves_on and log.num_tokens and not log.is_over:
+                    self._moves_on = False
+                    self._next = self._parting.next_server(self._prompt, replica)
+                    if self._next is not None:
+                        raise _MovedError
         if log.is_handed_over:
             raise _BrokenOffError("handover")
         if log.error_code in _ELSEWHERE:
             raise _BrokenOffError("engine")
         await self._send(log.end(), response.headers)
+        self._parting.lengths.learn(self._prompt, log.num_prompt_tokens, log.num_tokens)
         assert self._events is not None and self._events.response is not None
         if log.error_code is not None:
             self._events.response.force_close()
@@ -207,8 +291,15 @@ class Relay:
             await self._events.start()
         if self._choice is not None:
             seconds = asyncio.get_running_loop().time() - self._sent_s
-            self._replicas.note_first(self._choice, seconds)
-            self._choice = None
+            replica = self._choice.replica
+            if self._moved_s is None:
+                self._replicas.note_first(self._choice, seconds)
+            else:
+                self._replicas.note_end(self._choice)
+                self._parting.moved(self._prompt, self._choice, seconds)
+            self._choice, self._moved_s = None, None
+            self._decodes_at = replica
+            replica.num_streams += 1
         self._due_s, self._num_breaks, self._pause_s = None, 0, _PAUSE_S
         if self._broke_off_s is not None:
             gap_s = asyncio.get_running_loop().time() - self._broke_off_s
@@ -290,15 +381,3 @@ def _code(answer: web.Response) -> str | None:
 
 def _bytes(body: object) -> bytes:
     return body if isinstance(body, bytes) else b""
-
-
-def _names(request: web.BaseRequest, body: bytes) -> list[bytes]:
-    try:
-        value = orjson.loads(body)
-    except ValueError:
-        return []  # the replica refuses it
-    client = request.headers.get("Authorization") or request.headers.get("x-api-key") or ""
-    try:
-        return block_names(value, client) if isinstance(value, dict) else []
-    except TypeError:
-        return []  # nested too deeply: the replica refuses it, too

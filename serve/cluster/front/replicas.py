@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import aiohttp
 
+from serve.cluster.front.apart import Candidate, ServerLoad
 from serve.cluster.front.prefix_affinity import PrefixAffinity
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,11 @@ _LEAST_BLOCKS = 2
 _LEARNING = 0.1
 _FIRST_BLOCK_S = 0.02  # until it is measured
 QUEUE_HEADER = "x-mergestep-queue-seconds"
+LOAD_HEADER = "x-mergestep-load"
+_SHARE_S = 10.0  # how far back the share of prompts looks
+_FIRST_HANDOVER_S = 0.05  # until one is measured
+_HANDOVER_LEARNING = 0.3
+_HOPE = 0.98  # for each call that a dear hand-over may have kept together
 
 
 @dataclass(eq=False, slots=True)
@@ -31,7 +37,9 @@ class Replica:
     """A server. is_ready: it takes calls. is_lost: it has not answered for a while, or its
     connections broke. queue_s: its wait, as it predicted it at the last check; sent_s: what
     was sent since then and waits takes. attempts: the calls that it has
-    not ended."""
+    not ended. load: what it says of itself if it can pull K/V. num_streams: those of this hop that
+    decode there; num_others: those that it had besides at the last check. prompt_share: of its time
+    lately. handover_s: what it takes to go on with an answer there, beside the pull."""
 
     url: str
     is_ready: bool = False
@@ -43,6 +51,27 @@ class Replica:
     num_checks: int = 0
     last_chosen: int = 0
     attempts: set[asyncio.Timeout] = field(default_factory=set)
+    load: ServerLoad | None = None
+    num_streams: int = 0
+    num_others: int = 0
+    prompt_share: float = 0.0
+    handover_s: float = _FIRST_HANDOVER_S
+
+    def note_load(self, load: ServerLoad | None, seconds: float) -> None:
+        """Takes what it says of itself, so many seconds after the last time."""
+        before, self.load = self.load, load
+        if load is None:
+            return
+        self.num_others = max(0, load.num_streams - self.num_streams)
+        if before is not None and load.prompt_s >= before.prompt_s and seconds > 0.0:
+            share = min(1.0, (load.prompt_s - before.prompt_s) / seconds)
+            self.prompt_share += min(1.0, seconds / _SHARE_S) * (share - self.prompt_share)
+
+    def note_handover(self, seconds: float, num_tokens: float) -> None:
+        """Learns from a hand-over to this replica, from the last token there to the first here."""
+        pull_s = 0.0 if self.load is None else self.load.pull_s(num_tokens)
+        more_s = max(0.0, seconds - pull_s)
+        self.handover_s += _HANDOVER_LEARNING * (more_s - self.handover_s)
 
 
 class Choice(NamedTuple):
@@ -116,7 +145,12 @@ class ReplicaSet:
         With the routing "prefix" it is that of the least predicted time to the first token: its
         queue, as it predicts it, and the blocks of the prompt that it has not answered before, at
         the measured seconds a block. Among those as good it is the least busy one."""
-        ready = [r for r in self.replicas if r.is_ready and r not in without]
+        chosen = self.best(names, without)
+        return None if chosen is None else self.take(chosen, names)
+
+    def best(self, names: list[bytes], without: Collection[Replica] = ()) -> Replica | None:
+        """Returns the replica that `choose` takes."""
+        ready = self.ready(without)
         if not ready:
             return None
         matching = self._affinity.num_matching(names)
@@ -129,15 +163,50 @@ class ReplicaSet:
             ticks = round(predicted_s / _TICK_S) if self.looks_at_prompts else 0
             return ticks, replica.num_calls, replica.last_chosen
 
-        chosen = min(ready, key=rank)
-        num_new = len(names) - matching.get(chosen.url, 0)
-        cost_s = self._block_s * num_new
+        return min(ready, key=rank)
+
+    def take(self, chosen: Replica, names: list[bytes], cost_s: float | None = None) -> Choice:
+        """Gives a call to a replica. cost_s: what its prompt takes there; None: by its blocks."""
+        num_new = len(names) - self._affinity.num_matching(names).get(chosen.url, 0)
+        cost_s = self._block_s * num_new if cost_s is None else cost_s
         choice = Choice(chosen, chosen.queue_s + chosen.sent_s, num_new, cost_s, chosen.num_checks)
         self._affinity.add(names, chosen.url)
         self._num_chosen += 1
         chosen.last_chosen = self._num_chosen
         chosen.sent_s += cost_s
         return choice
+
+    def ready(self, without: Collection[Replica] = ()) -> list[Replica]:
+        return [r for r in self.replicas if r.is_ready and r not in without]
+
+    def candidates(
+        self, ready: list[Replica], names: list[bytes], num_tokens: float
+    ) -> list[Candidate | None]:
+        """Returns these replicas as they are at this moment, for a prompt; None for one that does
+        not pull K/V."""
+        matching = self._affinity.num_matching(names)
+        found: list[Candidate | None] = []
+        for replica in ready:
+            if replica.load is None:
+                found.append(None)
+                continue
+            new = 1.0 - matching.get(replica.url, 0) / max(1, len(names))
+            found.append(
+                Candidate(
+                    replica.load,
+                    replica.queue_s + replica.sent_s,
+                    replica.num_streams + replica.num_others,
+                    replica.prompt_share,
+                    max(1.0, new * num_tokens),
+                    replica.handover_s,
+                )
+            )
+        return found
+
+    def note_kept_together(self) -> None:
+        """Notes that parting does not pay, so that a dear hand-over is tried again some time."""
+        for replica in self.replicas:
+            replica.handover_s = max(_FIRST_HANDOVER_S, _HOPE * replica.handover_s)
 
     def note_first(self, choice: Choice, seconds: float) -> None:
         """Learns from the time to the first token of a call that this choice was made for."""
@@ -192,11 +261,13 @@ class ReplicaSet:
             ) as response:
                 is_ready = response.status == 200
                 queue_s = float(response.headers.get(QUEUE_HEADER, 0.0))
+                load = ServerLoad.read(response.headers.get(LOAD_HEADER, ""))
         except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
             is_over = loop.time() - max(replica.answered_s, began_s) >= self._lost_after_s
             if is_over or isinstance(error, aiohttp.ClientConnectorError):
                 self.lost(replica, type(error).__name__)
             return
+        replica.note_load(load, loop.time() - replica.answered_s)
         replica.answered_s = loop.time()
         replica.queue_s, replica.sent_s = queue_s, 0.0
         replica.num_checks += 1

@@ -64,13 +64,14 @@ class HandedOverError(ApiError):
 @dataclass(frozen=True, slots=True)
 class AnswerState:
     """What an answer was made with, beside its body. seeds and prompts: of each prompt of the
-    call; prompts are digests of their tokens."""
+    call; prompts are digests of their tokens. num_tokens: of all prompts, for the hop."""
 
     answer_id: str
     created: int
     fingerprint: str
     seeds: tuple[int, ...]
     prompts: tuple[str, ...]
+    num_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -79,6 +80,7 @@ class AnswerState:
             "fingerprint": self.fingerprint,
             "seeds": self.seeds,
             "prompts": self.prompts,
+            "num_tokens": self.num_tokens,
         }
 
 
@@ -187,6 +189,7 @@ class Journal:
             self._fingerprint,
             tuple(request.params.seed or 0 for request in requests),
             tuple(_digest(request.prompt_token_ids) for request in requests),
+            sum(len(request.prompt_token_ids) for request in requests),
         )
         params = requests[0].params
         # log-probabilities of tokens from before would be missing in a whole answer

@@ -95,6 +95,17 @@ class KeyPolicy:
         """Returns the metrics of each stream up to now."""
         return [stream.metrics for stream in self.streams]
 
+    @property
+    def num_charged(self) -> int:
+        """The tokens that count towards the key's quota. Where an answer goes on that another
+        server has begun, that one has counted the prompt: what is found in the prefix cache here
+        does not count again. Anyone can send such a call, so what is computed counts."""
+        usage = self.usage()
+        tokens = sum(m.num_prompt_tokens + m.num_output_tokens for m in usage)
+        if self.continuation is not None:
+            tokens -= sum(m.num_cached_tokens for m in usage)
+        return tokens
+
     def _under_key(self, params: SamplingParams, key: ApiKey) -> SamplingParams:
         changes: dict[str, Any] = {}
         if not self._share_prefixes:

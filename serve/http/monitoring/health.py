@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import orjson
 from aiohttp import web
 
 from serve.errors import GROUP_LOST
@@ -20,6 +21,7 @@ from serve.http.schema.describe import Operation
 
 LIVE = ("/health", "/health/live", "/ping")
 QUEUE_HEADER = "x-mergestep-queue-seconds"  # for a hop that chooses among servers
+LOAD_HEADER = "x-mergestep-load"  # for one that parts prompts from decoding
 READY = ("/ready", "/health/ready")
 
 
@@ -41,6 +43,9 @@ def health_routes(context: ApiContext) -> list[Route]:
         response = json_response({"status": "ready"}, call.request_id)
         if JOURNAL_HEADER in call.request.headers:
             response.headers[QUEUE_HEADER] = f"{context.engine.forecast(1, 0).queue_s:.4f}"
+            load = context.engine.load_report()
+            if load is not None:
+                response.headers[LOAD_HEADER] = orjson.dumps(load).decode()
         return response
 
     async def metrics(call: Call) -> web.Response:

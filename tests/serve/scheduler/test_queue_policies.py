@@ -198,6 +198,30 @@ def test_output_counts_twice_and_a_prompt_once_for_all_its_samples():
     assert queue.counters == {"x": 10 + 3 * 2 * 5}
 
 
+def test_the_tokens_of_an_answer_that_goes_on_are_work_as_a_prompt_is():
+    """Whoever invents a long answer to go on with has no more of the engine than others."""
+    queue = FairQueue()
+    going_on, other = seq("a", num_prompt=10, client="x"), seq("b", num_prompt=40, client="y")
+    going_on.token_ids += [1] * 30  # of another server
+    for sequence in (going_on, other):
+        queue.add(sequence)
+        queue.take(sequence)
+        sequence.token_ids += [1] * 5
+        queue.ended(sequence)
+    # the second one begins where the first one is
+    assert queue.counters == {"x": 10 + 30 + 2 * 5, "y": 50 + 40 + 2 * 5}
+    queue = FairQueue()
+    sequence = seq("c", num_prompt=10, client="x")
+    queue.add(sequence)
+    queue.take(sequence)
+    sequence.token_ids += [1] * 5
+    queue.put_back(sequence)
+    sequence.num_preemptions = 1
+    queue.take(sequence)
+    queue.ended(sequence)
+    assert queue.counters == {"x": 10 + 2 * 5}, "preempted, its own tokens are no new work"
+
+
 def test_idle_clients_are_dropped_when_there_are_many():
     queue = FairQueue()
     queue.MAX_CLIENTS = 100

@@ -141,7 +141,13 @@ def test_events_wait_for_their_tokens() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"routing": "no"}, {"lost_after_s": 0.0}, {"wait_s": -1.0}, {"replicas": ("h:1",)}],
+    [
+        {"routing": "no"},
+        {"prefill_apart": "no"},
+        {"lost_after_s": 0.0},
+        {"wait_s": -1.0},
+        {"replicas": ("h:1",)},
+    ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(settings))):

@@ -15,6 +15,10 @@ from serve.cluster.front.answer_log import AnswerLog
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
+from serve.http.calls.continuation import AnswerState, Continuation
+from serve.http.calls.key_policy import KeyPolicy
+from serve.http.edge.keys import ApiKey
+from serve.request import RequestMetrics
 
 MODEL = EngineConfig(model=DEFAULT_MODEL).model_name
 CHAT = "/v1/chat/completions"
@@ -236,3 +240,22 @@ def test_what_does_not_fit_is_refused() -> None:
         assert pair.servers[1].app.num_calls == 0
 
     run(check)
+
+
+@pytest.mark.parametrize(("goes_on", "expected"), [(False, 130), (True, 30)])
+def test_what_another_server_has_counted_and_is_cached_does_not_count_again(
+    goes_on: bool, expected: int
+) -> None:
+    """Calls that begin here count their whole prompt, cached or not."""
+
+    class Stream:
+        metrics = RequestMetrics(
+            0.0, num_cached_tokens=100, num_prompt_tokens=110, num_output_tokens=20
+        )
+
+    policy = KeyPolicy(ApiKey("alice", b""))
+    policy.submitted(Stream())  # type: ignore[arg-type]
+    if goes_on:
+        state = AnswerState("a", 0, "f", (1,), ("p",))
+        policy.continuation = Continuation(state, ())
+    assert policy.num_charged == expected
