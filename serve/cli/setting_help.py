@@ -295,6 +295,10 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "kv_peers": Option(MEMORY, "Comma-separated engines whose cached K/V is pulled.", "URL,URL"),
     "kv_listen": Option(MEMORY, "Address where other engines pull cached K/V.", "URL"),
     "kv_peer_key_file": Option(MEMORY, "A file with the secret of engines that pull K/V.", "FILE"),
+    "weights_from": Option(MODEL, "Comma-separated replicas that have the weights.", "URL,URL"),
+    "weights_listen": Option(MODEL, "Address where other replicas pull the weights.", "URL"),
+    "weights_key_file": Option(MODEL, "Their secret; default: kv_peer_key_file.", "FILE"),
+    "weights_rate_bytes": Option(MODEL, "The most weights given a second.", is_size=True),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

@@ -272,9 +272,9 @@ def _load_parts(
         check_draft_use(config.speculation, config.draft_model)
         if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
-            draft = load_draft_weights(config, LoadProgress(progress, check=check))
+            draft = load_draft_weights(config, LoadProgress(progress, check=check, poll=check))
         runtime, make_recovery = _load_weights(
-            config, LoadProgress(progress, check=check, finish=wait), draft
+            config, LoadProgress(progress, check=check, finish=wait, poll=check), draft
         )
     except BaseException:
         text.discard()
