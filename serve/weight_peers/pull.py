@@ -7,6 +7,7 @@ peer after a pause, or of another one. A peer that fails too often is left.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import threading
 import time
@@ -30,6 +31,7 @@ MAX_FAILURES = 4
 _PAUSE_S = 0.25
 _DEPTH = 2  # requests that a peer has, so that it never waits for one
 _WAIT_S = 0.05
+_POPULATE_WRITE = 23  # of madvise, since Linux 5.14
 
 
 class PullFailed(Exception):
@@ -64,6 +66,9 @@ class Pull:
             )
             for link in links
         ]
+        threads.append(
+            threading.Thread(target=self._make_memory, name="mergestep-pull-memory", daemon=True)
+        )
         try:
             for thread in threads:
                 thread.start()
@@ -90,6 +95,16 @@ class Pull:
 
     def _has_ended(self) -> bool:
         return self._num_left == 0 or self._num_peers == 0
+
+    def _make_memory(self) -> None:
+        """Has the kernel make the memory ahead of the bytes: that of a guest may have to be fetched
+        from its host first, which takes as long as a fast link."""
+        madvise = ctypes.CDLL(None).madvise  # lets other threads run
+        base = self.data.data_ptr()
+        for chunk in self._chunks:
+            place, length = ctypes.c_void_p(base + chunk.start), ctypes.c_size_t(chunk.num_bytes)
+            if self._is_over() or madvise(place, length, _POPULATE_WRITE):
+                return
 
     # ---- a peer's thread
 
@@ -125,7 +140,7 @@ class Pull:
         self, link: WeightLink, pending: deque[tuple[int, int]], arrived: Callable[[int], object]
     ) -> None:
         """Asks for chunks and takes one."""
-        while len(pending) < _DEPTH and (number := self._take()) is not None:
+        while len(pending) < _DEPTH and (number := self._take(len(pending))) is not None:
             start, num_bytes = self._place(number)
             try:
                 request = link.ask(Area.DATA, start, num_bytes)
@@ -171,9 +186,13 @@ class Pull:
         chunk = self._chunks[number]
         return chunk.start, chunk.num_bytes
 
-    def _take(self) -> int | None:
+    def _take(self, num_pending: int) -> int | None:
+        """Returns the next chunk; the last ones are for peers that have none."""
         with self._changed:
-            return self._todo.popleft() if self._todo and not self._is_stopped else None
+            is_short = num_pending > 0 and len(self._todo) < self._num_peers
+            if not self._todo or is_short or self._is_stopped:
+                return None
+            return self._todo.popleft()
 
     def _give_back(self, numbers: list[int]) -> None:
         with self._changed:
