@@ -51,6 +51,7 @@ from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from serve.events.publisher import EventPublisher
+    from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class LoadedEngine:
     precision: Precision | None = None
     kv: KVMemory | None = None
     use_peer: Callable[[str], None] | None = None
+    weight_peers: WeightPeers | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -193,6 +195,7 @@ def _load(
         runtime.precision,
         runtime.kv,
         use_peer=runtime.use_peer,
+        weight_peers=runtime.weight_peers,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

@@ -167,6 +167,7 @@ def _form(
         secret,
         nodes=nodes,
         runner=runner,
+        weight_peers=source.peers,
     )
     return GroupRuntime(runtime, make)
 

@@ -66,6 +66,7 @@ class Runtime:
     nodes: NodeSet | None = None
     runner: Runner | None = None  # set on devices with a runner of their own
     use_peer: Callable[[str], None] | None = None  # pulls K/V from the engine at an address, too
+    weight_peers: WeightPeers | None = None
 
 
 class _Stores(TypedDict, total=False):
@@ -105,6 +106,7 @@ def load_runtime(
             runtime.memory.close()
             raise
         runtime.memory = _MemoryAndPeers(runtime.memory, peers)
+        runtime.weight_peers = peers
     return runtime
 
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -60,6 +61,14 @@ class PeerSettings:
     wait_s: float = WAIT_S
 
 
+class Pulled(NamedTuple):
+    """What a pull has brought. num_repeated: chunks that were asked for again."""
+
+    num_bytes: int = 0
+    seconds: float = 0.0
+    num_repeated: int = 0
+
+
 class WeightPeers:
     """What packed weights come from, and go to, beside the files of this machine."""
 
@@ -70,14 +79,15 @@ class WeightPeers:
         self._links: list[tuple[WeightLink, Description]] = []
         self._offered: tuple[dict[str, str], OfferedWeights] | None = None
         self._server: WeightServer | None = None
+        self.pulled = Pulled()
 
     @property
     def url(self) -> str | None:
         """Where this replica serves."""
         return None if self._server is None else self._server.url
 
-    def stats(self) -> WeightServerStats | None:
-        return None if self._server is None else self._server.snapshot()
+    def stats(self) -> WeightServerStats:
+        return WeightServerStats() if self._server is None else self._server.snapshot()
 
     # ---- pulling
 
@@ -166,6 +176,7 @@ class WeightPeers:
         finally:
             self._progress.end_bytes()
         seconds = time.monotonic() - began_s
+        self.pulled = Pulled(pull.num_bytes, seconds, pull.num_repeated)
         logger.info(
             "packed weights: %s from %s in %.2f s (%.2f GB/s, %d chunks repeated)",
             format_memory(pull.num_bytes),

@@ -112,6 +112,7 @@ TABLE: dict[str, tuple[str, ...]] = {
         "serve/group",
         "serve/hub",
         "serve/single_file",
+        "serve/weight_peers",
     ),
     "serve/group": (
         "serve",
