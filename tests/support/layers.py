@@ -205,7 +205,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/prediction": ("bench/common", "bench/load", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
-    "bench/cluster": ("bench/common",),
+    "bench/cluster": ("bench/common", "bench/kernels", "bench/offline"),
     "bench/group": ("bench/common", "bench/offline"),
     "bench/peers": (),
     "bench": (),
