@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import http.client
 import json
+import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -20,7 +22,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import aiohttp
@@ -28,17 +30,18 @@ import numpy as np
 
 from bench.cluster.models import ask, served, until_ready
 from bench.common.checkpoints import model_directory
-from bench.kernels.transport import CONFIRM, DISCARD, answering, receive
+from bench.kernels.transport import CONFIRM, DISCARD, KEY, answering, receive
 from bench.offline.startup import drop_from_memory, start_once
 from serve.cli.config_file import parse_size
 from serve.config import EngineConfig
 from serve.machine import free_port
 from serve.models.packed_cache.layout import Index, Span, read_index
 from serve.models.packed_cache.region import huge_pages
-from serve.weight_peers.link import WeightLink
+from serve.weight_peers.link import WINDOW_BYTES, WeightLink
 from serve.weight_peers.pull import Pull
 from serve.weight_peers.wire import Area
-from transport.base import Segment
+from transport import connect, listen
+from transport.base import Segment, TransportError
 
 _PART = 1 << 20
 _LIMIT_S = 600.0
@@ -73,6 +76,44 @@ def link_rate(scheme: str, num_bytes: int, folder: Path) -> float:
         endpoint.post([Segment(last.ctypes.data, 1, 64, 64)], 60.0)
         receive(endpoint)
         return num_bytes / (time.perf_counter() - began_s)
+
+
+def into_memory_rate(scheme: str, num_bytes: int, folder: Path) -> float:
+    """Returns the bytes a second of as many bytes from another process's memory into new memory of
+    this one, with nothing said or compared."""
+    url = f"shm://{folder}/sink" if scheme == "shm" else "tcp://127.0.0.1:0"
+    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES, encryption="off")
+    process = multiprocessing.get_context("spawn").Process(
+        target=_send, args=(listener.url, num_bytes), daemon=True
+    )
+    process.start()
+    endpoint = listener.accept(60.0)
+    assert endpoint is not None, "the other process did not connect"
+    data = huge_pages(num_bytes)
+    time.sleep(0.5)  # until the window is full
+    at, began_s = 0, time.perf_counter()
+    while at < num_bytes:
+        frame = endpoint.poll(10.0)
+        assert frame is not None, "nothing comes"
+        ctypes.memmove(data.data_ptr() + at, frame.address, frame.num_bytes)
+        at += frame.num_bytes
+        endpoint.release(frame)
+    seconds = time.perf_counter() - began_s
+    endpoint.close()
+    listener.close()
+    process.join()
+    return num_bytes / seconds
+
+
+def _send(url: str, num_bytes: int) -> None:
+    data = np.full(num_bytes, 7, np.uint8)
+    endpoint = connect(url, key=KEY, encryption="off")
+    with suppress(TransportError):
+        for at in range(0, num_bytes, _PART):
+            length = min(_PART, num_bytes - at)
+            endpoint.post([Segment(data.ctypes.data + at, 1, length, length)], 60.0)
+        endpoint.poll(60.0)
+    endpoint.close()
 
 
 def memory_rate(num_bytes: int) -> float:
@@ -123,10 +164,21 @@ class Stream:
 
     def _run(self) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=60.0)
-        body = {"prompt": [5, 6, 7], "max_tokens": 400, "ignore_eos": True, "stream": True}
+        connection.request("GET", "/v1/models")
+        name = json.loads(connection.getresponse().read())["data"][0]["id"]
+        body = {
+            "model": name,
+            "prompt": [5, 6, 7],
+            "max_tokens": 400,
+            "ignore_eos": True,
+            "stream": True,
+        }
         while not self._is_over:
             connection.request(
-                "POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"}
+                "POST",
+                "/v1/completions",
+                json.dumps(body | {"stream": True}),
+                {"Content-Type": "application/json"},
             )
             response = connection.getresponse()
             while (line := response.readline()) and not self._is_over:
@@ -143,12 +195,14 @@ def measure_link(given: argparse.Namespace, folder: Path, peer: Peer) -> None:
     rows: Readings = defaultdict(list)
     for _ in range(given.rounds):
         rows["link"].append(link_rate(given.scheme, num_bytes, folder) / 1e9)
+        rows["into memory"].append(into_memory_rate(given.scheme, num_bytes, folder) / 1e9)
         rows["new memory"].append(memory_rate(num_bytes) / 1e9)
         rows["pull"].append(pull_rate(peer.url, peer.key, index) / 1e9)
-        rows["ratio"].append(rows["pull"][-1] / rows["link"][-1])
+        for name in ("link", "into memory"):
+            rows[f"pull / {name}"].append(rows["pull"][-1] / rows[name][-1])
     print(f"{num_bytes / 1e9:.2f} GB over {given.scheme}, GB/s: median (lowest to highest)")
     for name, values in rows.items():
-        print(f"  {name:12} {_spread(values)}")
+        print(f"  {name:20} {_spread(values)}")
     stream = Stream(peer.port)
     alone, pulling = [], []
     time.sleep(2.0)

@@ -21,6 +21,7 @@ from ops.cpu import native_library
 from serve.models.packed_cache.layout import Index, chunks_of
 from serve.models.packed_cache.region import huge_pages
 from serve.weight_peers.link import WeightLink
+from serve.weight_peers.urgency import give_way
 from serve.weight_peers.wire import Area, Header, Kind
 from transport.base import TransportError
 
@@ -59,7 +60,9 @@ class Pull:
         """Returns the data, uint8 by their offsets in a file, when all are there. poll: is called
         meanwhile, and may raise. PullFailed. The links are connected, and closed afterwards."""
         self._num_peers = len(links)
-        checker = ThreadPoolExecutor(1, thread_name_prefix="mergestep-check-weights")
+        checker = ThreadPoolExecutor(
+            1, thread_name_prefix="mergestep-check-weights", initializer=give_way
+        )
         threads = [
             threading.Thread(
                 target=self._pull, args=(link, checker), name="mergestep-pull-weights", daemon=True
@@ -99,6 +102,7 @@ class Pull:
     def _make_memory(self) -> None:
         """Has the kernel make the memory ahead of the bytes: that of a guest may have to be fetched
         from its host first, which takes as long as a fast link."""
+        give_way()
         madvise = ctypes.CDLL(None).madvise  # lets other threads run
         base = self.data.data_ptr()
         for chunk in self._chunks:

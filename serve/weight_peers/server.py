@@ -8,11 +8,9 @@ The threads give way to those that compute, and all peers together get at most a
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import json
 import logging
-import os
 import threading
 import time
 from dataclasses import dataclass, replace
@@ -20,6 +18,7 @@ from dataclasses import dataclass, replace
 from ops.cpu.native_stored import Buffer
 from serve.models.packed_cache.in_memory import PackedBytes
 from serve.models.packed_cache.layout import DATA_START
+from serve.weight_peers.urgency import give_way
 from serve.weight_peers.wire import (
     HEADER_BYTES,
     MAX_GET_BYTES,
@@ -41,7 +40,6 @@ WINDOW_BYTES = 64 << 10
 """For requests, which are small."""
 POST_S = 5.0  # a peer that takes nothing for so long is left
 _WAIT_S = 0.1
-_NICENESS = 10
 _PART_BYTES = 1 << 20
 _BURST_S = 0.05  # the rate holds over such times
 
@@ -130,8 +128,7 @@ class WeightServer:
             thread.start()
 
     def _serve(self, endpoint: Endpoint) -> None:
-        with contextlib.suppress(OSError):  # Linux has a niceness for each thread
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        give_way()
         began_s, before = time.monotonic(), self._stats.served_bytes
         try:
             self._answer_all(endpoint)
