@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
 import http.client
 import json
-import multiprocessing
 import shutil
 import statistics
 import tempfile
@@ -22,7 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import aiohttp
@@ -30,18 +28,17 @@ import numpy as np
 
 from bench.cluster.models import ask, served, until_ready
 from bench.common.checkpoints import model_directory
-from bench.kernels.transport import CONFIRM, DISCARD, KEY, answering, receive
+from bench.kernels.transport import CONFIRM, DISCARD, answering, receive
 from bench.offline.startup import drop_from_memory, start_once
 from serve.cli.config_file import parse_size
 from serve.config import EngineConfig
 from serve.machine import free_port
 from serve.models.packed_cache.layout import Index, Span, read_index
 from serve.models.packed_cache.region import huge_pages
-from serve.weight_peers.link import WINDOW_BYTES, WeightLink
+from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull
 from serve.weight_peers.wire import Area
-from transport import connect, listen
-from transport.base import Segment, TransportError
+from transport.base import Segment
 
 _PART = 1 << 20
 _LIMIT_S = 600.0
@@ -76,44 +73,6 @@ def link_rate(scheme: str, num_bytes: int, folder: Path) -> float:
         endpoint.post([Segment(last.ctypes.data, 1, 64, 64)], 60.0)
         receive(endpoint)
         return num_bytes / (time.perf_counter() - began_s)
-
-
-def into_memory_rate(scheme: str, num_bytes: int, folder: Path) -> float:
-    """Returns the bytes a second of as many bytes from another process's memory into new memory of
-    this one, with nothing said or compared."""
-    url = f"shm://{folder}/sink" if scheme == "shm" else "tcp://127.0.0.1:0"
-    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES, encryption="off")
-    process = multiprocessing.get_context("spawn").Process(
-        target=_send, args=(listener.url, num_bytes), daemon=True
-    )
-    process.start()
-    endpoint = listener.accept(60.0)
-    assert endpoint is not None, "the other process did not connect"
-    data = huge_pages(num_bytes)
-    time.sleep(0.5)  # until the window is full
-    at, began_s = 0, time.perf_counter()
-    while at < num_bytes:
-        frame = endpoint.poll(10.0)
-        assert frame is not None, "nothing comes"
-        ctypes.memmove(data.data_ptr() + at, frame.address, frame.num_bytes)
-        at += frame.num_bytes
-        endpoint.release(frame)
-    seconds = time.perf_counter() - began_s
-    endpoint.close()
-    listener.close()
-    process.join()
-    return num_bytes / seconds
-
-
-def _send(url: str, num_bytes: int) -> None:
-    data = np.full(num_bytes, 7, np.uint8)
-    endpoint = connect(url, key=KEY, encryption="off")
-    with suppress(TransportError):
-        for at in range(0, num_bytes, _PART):
-            length = min(_PART, num_bytes - at)
-            endpoint.post([Segment(data.ctypes.data + at, 1, length, length)], 60.0)
-        endpoint.poll(60.0)
-    endpoint.close()
 
 
 def memory_rate(num_bytes: int) -> float:
@@ -195,11 +154,9 @@ def measure_link(given: argparse.Namespace, folder: Path, peer: Peer) -> None:
     rows: Readings = defaultdict(list)
     for _ in range(given.rounds):
         rows["link"].append(link_rate(given.scheme, num_bytes, folder) / 1e9)
-        rows["into memory"].append(into_memory_rate(given.scheme, num_bytes, folder) / 1e9)
         rows["new memory"].append(memory_rate(num_bytes) / 1e9)
         rows["pull"].append(pull_rate(peer.url, peer.key, index) / 1e9)
-        for name in ("link", "into memory"):
-            rows[f"pull / {name}"].append(rows["pull"][-1] / rows[name][-1])
+        rows["pull / link"].append(rows["pull"][-1] / rows["link"][-1])
     print(f"{num_bytes / 1e9:.2f} GB over {given.scheme}, GB/s: median (lowest to highest)")
     for name, values in rows.items():
         print(f"  {name:20} {_spread(values)}")
@@ -242,6 +199,7 @@ def serving_peer(given: argparse.Namespace, model: str | None, folder: Path) -> 
     if given.scheme == "tcp":
         url = f"tcp://127.0.0.1:{free_port()}"
     options = ["--weights-listen", url, "--weights-key-file", str(key_file), *given.options]
+    options += ["--packed-cache", "off"]  # no file that it maps stays cached
     with served([*([model] if model else []), *options]) as (_, address):
         asyncio.run(_wait(address))
         port = int(address.rpartition(":")[2])
@@ -251,6 +209,11 @@ def serving_peer(given: argparse.Namespace, model: str | None, folder: Path) -> 
 async def _wait(address: str) -> None:
     async with aiohttp.ClientSession(address) as session:
         await until_ready(session)
+
+
+def nothing_kept(bare: Path) -> list[str]:
+    """Returns options with which no packed weights are kept, but the trial of the tokenizer is."""
+    return ["--packed-cache", str(bare.parent / "kept"), "--packed-cache-bytes", "1"]
 
 
 def measure_starts(
@@ -264,8 +227,9 @@ def measure_starts(
         rows[row].append(first)
         rows[f"{row}, from listening"].append(first - found.at_s["listening"])
 
-    off = ["--packed-cache", "off"]
+    off = nothing_kept(bare)
     start_once(name, given.options, limit_s=_LIMIT_S, lets_write=True)  # packs once
+    start_once(str(bare), [*given.options, *off, *peer.options], limit_s=_LIMIT_S)
     for _ in range(given.rounds):
         start("a peer's memory", str(bare), [*off, *peer.options])
         start("packed weights, in memory", name, [])
@@ -283,12 +247,12 @@ def measure_from_zero(
     given: argparse.Namespace, model: Path, name: str | None, bare: Path, peer: Peer
 ) -> None:
     """The front of two models, of which the first has no process when it is asked for."""
-    default = str(EngineConfig().model_path)
+    default, off = str(EngineConfig().model_path), nothing_kept(bare)
     kinds: dict[str, tuple[str, list[str], bool]] = {
         "packed weights, in memory": (name or default, [], False),
         "packed weights, on the disk": (name or default, [], True),
-        "the checkpoint, in memory": (name or default, ["--packed-cache", "off"], False),
-        "a peer's memory": (str(bare), ["--packed-cache", "off", *peer.options], False),
+        "the checkpoint, in memory": (name or default, off, False),
+        "a peer's memory": (str(bare), [*off, *peer.options], False),
     }
     rows: Readings = defaultdict(list)
 
@@ -301,6 +265,7 @@ def measure_from_zero(
             return answer.ttft_s
 
     start_once(name, given.options, limit_s=_LIMIT_S, lets_write=True)
+    start_once(str(bare), [*given.options, *off, *peer.options], limit_s=_LIMIT_S)
     with tempfile.TemporaryDirectory() as other:
         second = Path(shutil.copytree(default, Path(other) / "second"))
         for _ in range(given.rounds):
