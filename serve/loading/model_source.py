@@ -347,7 +347,7 @@ def wait_for_packed_weights() -> None:
 
 
 def _packed_cache(
-    config: EngineConfig, precision: Precision, peers: WeightPeers | None
+    config: EngineConfig, precision: Precision, peers: WeightPeers | None = None
 ) -> PackedCache | None:
     """Returns where packed weights are kept between starts, or come from; None: nowhere."""
     is_kept = config.packed_cache != "off"
