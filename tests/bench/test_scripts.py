@@ -268,9 +268,10 @@ def test_groups(tmp_path):
 
 
 def test_fast_start(tmp_path):
-    result = run_script("bench.cluster.fast_start", tmp_path, "--parts", "link", "--rounds", "1")
-    for row in ("link ", "pull ", "pull / link", "beside a stream"):
-        assert row in result.stdout, row
+    options = ("--parts", "link", "--rounds", "1")
+    text = output_of("-m", "bench.cluster.fast_start", *options, XDG_CACHE_HOME=str(tmp_path))
+    for row in ("link ", "pull ", "pull / link", "beside a stream", "a stream, alone"):
+        assert row in text, row
 
 
 def test_kv_pull(tmp_path):
