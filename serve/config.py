@@ -139,7 +139,7 @@ class EngineSettings(KVEventOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(KVEventSettings):
-    """The settings of one engine; those of its events are in the base class.
+    """The settings of one engine; those of its events and peers' weights are in the base classes.
 
     model: a Hugging Face directory, or "default" for the embedded model.
     tokenizer: a directory whose tokenizer and chat template take the place of the model's.
@@ -340,6 +340,8 @@ class EngineConfig(KVEventSettings):
         check_folders(self.kv_cache_dir, self.packed_cache, has_prefixes=self.prefix_cache)
         check_nodes(self)
         check_peers(self)
+        is_random = self.load_format == "random"
+        self.check_weight_peers({"converter": self.converter, "load_format random": is_random})
         self.check_events(self.prefix_cache, self.memory_nodes)
         page = self.kv_page_bytes
         if page is not None and page % 4096:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol, TypedDict
 
 from serve.errors import ConfigError
+from serve.node_addresses import check_address, checked_addresses
 
 MAX_MESSAGE_CHARS = 1024
 MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its last tokens change
@@ -185,6 +186,7 @@ def check_counts(settings: _Counts) -> None:
         "kv_page_bytes",
         "kv_disk_bytes",
         "packed_cache_bytes",
+        "weights_rate_bytes",
         "memory_node_bytes",
         "kvp_segment_tokens",
         "lend_bytes",
@@ -202,7 +204,52 @@ def check_counts(settings: _Counts) -> None:
         raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")
 
 
-class KVEventOptions(TypedDict, total=False):
+class WeightPeerOptions(TypedDict, total=False):
+    """The fields of WeightPeerSettings as keyword arguments."""
+
+    weights_from: tuple[str, ...]
+    weights_listen: str | None
+    weights_key_file: str | Path | None
+    weights_rate_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightPeerSettings:
+    """Where packed weights come from and go to, beside this machine's files (serve.weight_peers).
+
+    weights_from: the addresses of replicas of this model that run, from whose memory the weights
+        are pulled where no file of packed weights is here. Without weight files in the model's
+        directory, which then needs config.json and the tokenizer, one of them has to be there.
+    weights_listen: where this replica gives its packed weights to others; rank N of several listens
+        at the port plus N.
+    weights_key_file: a file with the secret that these replicas share; None: kv_peer_key_file.
+    weights_rate_bytes: the most bytes a second that this replica gives; None: what the link takes.
+    """
+
+    weights_from: tuple[str, ...] = ()
+    weights_listen: str | None = None
+    weights_key_file: str | Path | None = None
+    weights_rate_bytes: int | None = None
+
+    def check_weight_peers(self, others: Mapping[str, object]) -> None:
+        """Checks the settings, and makes the addresses a tuple. others: settings of which none can
+        be used with them."""
+        urls = checked_addresses("weights_from", self.weights_from, False)
+        object.__setattr__(self, "weights_from", urls)
+        for url in urls:
+            check_address("weights_from", url)
+        check_address("weights_listen", self.weights_listen)
+        if self.weights_key_file is not None:
+            check_folder("weights_key_file", self.weights_key_file)
+        if not urls and self.weights_listen is None:
+            return
+        used = "weights_from" if urls else "weights_listen"
+        for name, value in others.items():
+            if value:
+                raise ConfigError(f"{name} cannot be used with {used}: nothing is packed")
+
+
+class KVEventOptions(WeightPeerOptions, total=False):
     """The fields of KVEventSettings as keyword arguments."""
 
     kv_events: str | None
@@ -213,7 +260,7 @@ class KVEventOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventSettings:
+class KVEventSettings(WeightPeerSettings):
     """What is published about the prefix cache, for routers (serve.events).
 
     kv_events: where events of cached token blocks are published over ZeroMQ, in vLLM's format, such

@@ -37,7 +37,7 @@ IPERF_PORT = 5271
 ENCRYPTED = "tcp encrypted"
 # The first byte of a message says whether the peer sends it back, sends nothing, or sends an empty
 # message.
-_ECHO, _DISCARD, _CONFIRM = range(3)
+_ECHO, DISCARD, CONFIRM = range(3)
 
 
 def main() -> None:
@@ -133,7 +133,7 @@ def answer(endpoint: Endpoint) -> None:
             kind = ctypes.c_uint8.from_address(frame.address).value
             if kind == _ECHO:
                 endpoint.post([Segment(frame.address, 1, frame.num_bytes, 0)])
-            elif kind == _CONFIRM:
+            elif kind == CONFIRM:
                 endpoint.post([])
             endpoint.release(frame)
     endpoint.close()
@@ -165,8 +165,8 @@ def round_trips(endpoint: Endpoint, size: int, budget_s: float) -> list[float]:
 
 def bandwidth(endpoint: Endpoint, size: int, budget_s: float) -> float:
     """Returns the GB/s of messages in one direction, until the peer has confirmed the last one."""
-    _data, segments = message(size, _DISCARD)
-    _last, final = message(size, _CONFIRM)
+    _data, segments = message(size, DISCARD)
+    _last, final = message(size, CONFIRM)
     for _ in range(4):
         endpoint.post(segments)
     num_sent = 1

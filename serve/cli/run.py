@@ -102,7 +102,7 @@ def _several(settings: RunSettings) -> list[str]:
 def _serve_several(settings: RunSettings, models: list[str], process: ProcessSettings) -> None:
     from serve.cluster.models.start import run_models
 
-    for name in ("served_model_name", "revision", "metrics_port"):
+    for name in ("served_model_name", "revision", "metrics_port", "weights_listen"):
         if settings.values[name].value is not None:
             raise ConfigError(f"{name} is of one model, and {len(models)} are to be served")
     config: EngineConfig = settings.make(EngineConfig)

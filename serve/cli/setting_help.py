@@ -298,6 +298,10 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "kv_replica_bytes": Option(
         MEMORY, "Memory for copies of the K/V of peers' running sequences.", is_size=True
     ),
+    "weights_from": Option(MODEL, "Comma-separated replicas that have the weights.", "URL,URL"),
+    "weights_listen": Option(MODEL, "Address where other replicas pull the weights.", "URL"),
+    "weights_key_file": Option(MODEL, "Their secret; default: kv_peer_key_file.", "FILE"),
+    "weights_rate_bytes": Option(MODEL, "The most weights given a second.", is_size=True),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

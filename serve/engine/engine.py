@@ -26,7 +26,7 @@ from serve.engine.outputs import (
 )
 from serve.engine.preprocessor import Encode
 from serve.engine.request_stream import CallPolicy, Hub, RequestStream
-from serve.engine.stats import EngineStats
+from serve.engine.stats import EngineStats, WeightStats
 from serve.engine.step_trace import StepTrace
 from serve.errors import EngineStoppedError, RequestError
 from serve.kept import Kept
@@ -159,6 +159,14 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self.loaded.core.stats()
+
+    def weight_stats(self) -> WeightStats | None:
+        """Returns what weights have travelled; None without weights_from and weights_listen."""
+        peers = self.loaded.weight_peers
+        if peers is None:
+            return None
+        served = peers.stats()
+        return WeightStats(*peers.pulled, served.served_bytes, served.peers, served.refused)
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
         """Starts a trace of all steps from now on, of which the last max_steps are kept. 0 ends

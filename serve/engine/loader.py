@@ -51,6 +51,7 @@ from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from serve.events.publisher import EventPublisher
+    from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,7 @@ class LoadedEngine:
     precision: Precision | None = None
     kv: KVMemory | None = None
     use_peer: Callable[[str], None] | None = None
+    weight_peers: WeightPeers | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -194,6 +196,7 @@ def _load(
         runtime.precision,
         runtime.kv,
         use_peer=runtime.use_peer,
+        weight_peers=runtime.weight_peers,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )
@@ -273,9 +276,9 @@ def _load_parts(
         check_draft_use(config.speculation, config.draft_model)
         if config.speculation == "model":
             check_same_ids(config.tokenizer_path, wait().tokenizer, draft_path(config))
-            draft = load_draft_weights(config, LoadProgress(progress, check=check))
+            draft = load_draft_weights(config, LoadProgress(progress, check=check, poll=check))
         runtime, make_recovery = _load_weights(
-            config, LoadProgress(progress, check=check, finish=wait), draft
+            config, LoadProgress(progress, check=check, finish=wait, poll=check), draft
         )
     except BaseException:
         text.discard()

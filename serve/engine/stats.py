@@ -110,6 +110,20 @@ class EngineStats:
     last_step_age_s: float | None
 
 
+@dataclass(frozen=True, slots=True)
+class WeightStats:
+    """What packed weights have come from peers and gone to them. peers: that pull now. pull_s:
+    seconds of the pull. repeated: chunks that were asked for again. refused: connections without
+    the key, or ended for what the peer sent or did not take."""
+
+    pulled_bytes: int
+    pull_s: float
+    repeated: int
+    served_bytes: int
+    peers: int
+    refused: int
+
+
 @dataclass(slots=True)
 class StepCounters:
     """Counts completed steps and their rows. num_mixed_steps: steps with prefill and decode rows.

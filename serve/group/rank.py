@@ -66,7 +66,7 @@ class Rank:
             from serve.loading.cuda_rank import RankDevice
 
             self.device = RankDevice(source, self.shard)
-        self.model: StageModel = load_part(source, progress, self.shard)
+        self.model: StageModel = load_part(source, progress, self.shard, number)
         self.memory: KVOfRank | None = None
         self.tier: RankTier | None = None
         self._grid = grid
@@ -106,7 +106,7 @@ class Rank:
         meeting: a file through which the devices of the stage find one another, if they are to
         exchange directly."""
         self.close()
-        config, spec, precision, backend, _ = self.source
+        config, spec, precision, backend, *_ = self.source
         if self.shard.exchange is not None and exchange is not None:
             assert isinstance(self.shard.exchange, LateExchange)
             self.shard.exchange.inner = self._on_device(exchange, meeting)
@@ -117,6 +117,8 @@ class Rank:
             )
             if self.tier is None:
                 self.tier = open_rank_tier(self.source, self._grid, self.number, geometry)
+            if self.source.peers is not None:
+                self.source.peers.listen(self.number)
             return
         from serve.loading.cuda_rank import DeviceKV
 
@@ -242,6 +244,8 @@ class Rank:
     def end(self) -> None:
         """Closes all that the rank has opened. Its weights stay."""
         self.close()
+        if self.source.peers is not None:
+            self.source.peers.close()
         if self.tier is not None:
             self.tier.close()
             self.tier = None

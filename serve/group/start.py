@@ -89,7 +89,8 @@ def start_group(
     try:
         loader = WorkerLoader(workers, source, grid)
         links = loader.spawn(range(1, size), progress.check)
-        own = Rank(source, grid, 0, replace(progress, check=_both(progress.check, links)))
+        check, poll = _both(progress.check, links), _both(progress.poll, links)
+        own = Rank(source, grid, 0, replace(progress, check=check, poll=poll))
         loader.await_ready(links, progress.check)
     except BaseException as error:
         end_workers(links)
@@ -166,6 +167,7 @@ def _form(
         secret,
         nodes=nodes,
         runner=runner,
+        weight_peers=source.peers,
     )
     return GroupRuntime(runtime, make)
 
@@ -290,7 +292,7 @@ def _note_ready(link: WorkerLink, ready: dict[str, Any]) -> None:
 
 def make_grid(source: ModelSource) -> Grid:
     """Returns the ranks of a model. ConfigError names the setting that does not fit."""
-    config, spec, *_, converter = source
+    config, spec, converter = source.config, source.spec, source.converter
     tensor, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if spec.state_layers:
         raise ConfigError(

@@ -45,7 +45,7 @@ class RankDevice:
 
     def __init__(self, source: ModelSource, shard: Shard) -> None:
         """Call it before anything is on the device. ConfigError for layers without kernels."""
-        config, spec, precision, backend, _ = source
+        config, spec, precision, backend, *_ = source
         own = shard.spec(spec)
         kv_layouts(config, precision, own.attention_layers, _max_len(config, spec))
         self.queue = make_step_device(backend.device)
@@ -75,7 +75,7 @@ class RankDevice:
     def warm_up(self, model: Decoder, source: ModelSource) -> None:
         """Computes steps of no sequence, so that no kernel is compiled while a request waits, nor
         while the other ranks wait at an exchange. The model's exchange needs none meanwhile."""
-        config, spec, precision, _, _ = source
+        config, spec, precision, *_ = source
         layers = model.attention_layers()
         geometry = _smallest_geometry(config, spec, precision, layers)
         memory = DeviceKV(config, spec, precision, layers, geometry, self)

@@ -46,7 +46,7 @@ class DraftWeights:
     def with_kv(self, config: EngineConfig, target: KVMemory) -> LoadedDraft:
         """Reserves its K/V. config: the engine's; target: the model's K/V. If memory holds fewer
         tokens than its longest context, that is lowered: longer sequences have no drafts."""
-        own, spec, precision, backend, _ = self.source
+        own, spec, precision, backend, *_ = self.source
         spec = replace(spec, max_model_len=own.max_model_len or spec.max_model_len)
         own = replace(own, max_model_len=None)
         if self.device is not None:
@@ -148,6 +148,8 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         kv_listen=None,
         kv_peer_key_file=None,
         kv_replica_bytes=None,
+        weights_from=(),
+        weights_listen=None,
     )
     try:
         resolve_precision(own, spec, is_trial=True)

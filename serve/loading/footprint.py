@@ -19,7 +19,7 @@ from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, resolve_precis
 from serve.machine import KV_SHARE_OF_FREE_MEMORY, available_memory
 from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_tensors
 from serve.models.checkpoint import Checkpoint
-from serve.models.open_checkpoint import open_checkpoint
+from serve.models.open_checkpoint import has_files, open_checkpoint
 from serve.units import format_memory
 
 # bits of a weight of a product, without the scales of groups
@@ -155,6 +155,8 @@ def check_weights_fit(
         # its exact size is read from the headers, where they matter
         if need.total * spec.packed.bits / 8 * 2 <= free:
             return
+        if config.weights_from and not has_files(config.model_path):
+            return  # a peer tells about the tensors later
         checkpoint = open_checkpoint(config.model_path, spec)
         need = weight_bytes(config, spec, precision, checkpoint)
     scratch = expert_scratch_bytes(config, spec, precision, need)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -22,6 +22,7 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.node_key import read_key_file
 from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
 from serve.models import (
@@ -36,7 +37,7 @@ from serve.models import (
 from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
 from serve.models.loaded_tensors import LoadedTensors
-from serve.models.open_checkpoint import files_of, stored_files
+from serve.models.open_checkpoint import files_of, has_files, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache, wait_until_kept
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
@@ -44,16 +45,22 @@ from serve.models.tensors import MakeLinear
 from serve.models.weights import joining
 from serve.read_ahead import records_folder
 from serve.setting_checks import DRAFT_HEADS
+from transport import check_scheme
+
+if TYPE_CHECKING:
+    from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
 
 CUDA_PAGE_BYTES = 2 << 20
+_FINGERPRINT_DIGITS = 32  # of the checkpoint's, which replicas compare
 
 
 class ModelSource(NamedTuple):
     """A model that is about to be loaded: the settings with their back end, and what they mean.
 
-    converter: what loads it, if the converter does.
+    converter: what loads it, if the converter does. peers: replicas from which weights come, or to
+    which they go.
     """
 
     config: EngineConfig
@@ -61,6 +68,7 @@ class ModelSource(NamedTuple):
     precision: Precision
     backend: Backend
     converter: Converter | None = None
+    peers: WeightPeers | None = None
 
 
 def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSource:
@@ -88,9 +96,48 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     precision = resolve_precision(config, spec)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
-    else:
+    elif not config.weights_from:
         files_of(config.model_path)  # a missing file is named before a lack of memory
-    return ModelSource(config, spec, precision, backend, converter)
+    peers = None
+    if config.weights_from or config.weights_listen is not None:
+        peers = _weight_peers(config, precision)
+    return ModelSource(config, spec, precision, backend, converter, peers)
+
+
+def _weight_peers(config: EngineConfig, precision: Precision) -> WeightPeers:
+    """Returns the replicas of the settings; their modules are imported only here."""
+    from serve.loading.disk_store import checkpoint_fingerprint
+    from serve.weight_peers.peers import PeerSettings, WeightPeers
+
+    used = "weights_from" if config.weights_from else "weights_listen"
+    if not _packs_natively(precision):
+        raise ConfigError(f"{used} needs the native kernels of the cpu back end")
+    key_file = config.weights_key_file or config.kv_peer_key_file
+    if key_file is None:
+        raise ConfigError(
+            f"{used} needs a weights_key_file (or kv_peer_key_file), a secret that the replicas of"
+            " this model share"
+        )
+    for url in (*config.weights_from, *filter(None, [config.weights_listen])):
+        try:
+            check_scheme(url)
+        except ValueError as error:
+            raise ConfigError(f"{used}: {error}") from error
+    path = config.model_path
+    settings = PeerSettings(
+        path,
+        config.weights_from,
+        config.weights_listen,
+        read_key_file(key_file, "weights_key_file"),
+        config.weights_rate_bytes,
+        has_files(path),
+        lambda: checkpoint_fingerprint(path, with_times=False)[:_FINGERPRINT_DIGITS],
+    )
+    return WeightPeers(settings)
+
+
+def _packs_natively(precision: Precision) -> bool:
+    return precision.backend == "cpu" and native_library.is_available()
 
 
 def _with_draft_head(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
@@ -113,9 +160,13 @@ def load_weights(source: ModelSource, progress: LoadProgress) -> StepModel:
     return load_part(source, progress, WHOLE)
 
 
-def load_part(source: ModelSource, progress: LoadProgress, shard: Shard) -> StageModel:
-    """Loads the weights of a shard, by the converter if it serves the model."""
-    _, _, precision, backend, converter = source
+def load_part(
+    source: ModelSource, progress: LoadProgress, shard: Shard, number: int = 0
+) -> StageModel:
+    """Loads the weights of a shard, by the converter if it serves the model. number: the rank's."""
+    _, _, precision, backend, converter, peers = source
+    if peers is not None:
+        peers.begin(number, progress)
     if converter is None:
         return load_shard(source, progress, shard)
     with _packing(precision):
@@ -126,7 +177,7 @@ def load_part(source: ModelSource, progress: LoadProgress, shard: Shard) -> Stag
 
 def load_shard(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
     """Loads the weights of a shard of a decoder."""
-    config, _, precision, _, _ = source
+    config, _, precision, *_ = source
     with _packing(precision):
         model = _load_model(source, progress, shard)
         if config.speculation == "eagle3":
@@ -233,7 +284,7 @@ class Converter:
 
 
 def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> Decoder:
-    config, spec, precision, backend, _ = source
+    config, spec, precision, backend, *_ = source
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
@@ -251,7 +302,7 @@ def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> De
         max_model_len=config.max_model_len,
         progress=progress,
         shard=shard,
-        packed_cache=_packed_cache(config, precision),
+        packed_cache=_packed_cache(config, precision, source.peers),
         draft_head=spec.draft_head if config.speculation == "mtp" else None,
     )
 
@@ -264,7 +315,7 @@ def _add_eagle3(source: ModelSource, model: Decoder) -> None:
     """Loads a head in the model's precision and adds it to the model."""
     from serve.models.draft_heads.eagle3 import load_eagle3, read_eagle3
 
-    config, _, precision, backend, _ = source
+    config, _, precision, backend, *_ = source
     plain = joining(backend.pack_linear)
     make_linear, make_head = _packers(config, precision, backend) or (plain, plain)
     is_int8 = precision.is_int8
@@ -295,16 +346,18 @@ def wait_for_packed_weights() -> None:
     wait_until_kept()
 
 
-def _packed_cache(config: EngineConfig, precision: Precision) -> PackedCache | None:
-    """Returns where packed weights are kept between starts; None: nowhere."""
-    is_native = precision.backend == "cpu" and native_library.is_available()
-    if config.packed_cache == "off" or not is_native:
+def _packed_cache(
+    config: EngineConfig, precision: Precision, peers: WeightPeers | None = None
+) -> PackedCache | None:
+    """Returns where packed weights are kept between starts, or come from; None: nowhere."""
+    is_kept = config.packed_cache != "off"
+    if not _packs_natively(precision) or (not is_kept and peers is None):
         return None
-    folder = None if config.packed_cache == "auto" else Path(config.packed_cache)
+    folder = None if config.packed_cache in ("auto", "off") else Path(config.packed_cache)
     settings = f"{precision.weights} {config.weight_group}"
     records = records_folder(config.packed_cache) if config.num_ranks == 1 else None
     most = config.packed_cache_bytes or DEFAULT_BYTES
-    return PackedCache(settings, folder, most, records=records)
+    return PackedCache(settings, folder, most, records=records, has_files=is_kept, peers=peers)
 
 
 def _packers(

@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from memory.states.layout import StateLayout
     from serve.loading.kvp import Segments
     from serve.runner.step_device import StepDevice
+    from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,7 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
     use_peer: Callable[[str], None] | None = None  # pulls K/V from the engine at an address, too
     names: SequenceNames | None = None  # those of pages of its sequences, for peers
+    weight_peers: WeightPeers | None = None
 
 
 class _Stores(TypedDict, total=False):
@@ -76,6 +78,16 @@ class _Stores(TypedDict, total=False):
     prefix_secret: bytes
     use_peer: Callable[[str], None]
     names: SequenceNames | None
+
+
+@dataclass(slots=True)
+class _MemoryAndPeers:
+    memory: Closable
+    peers: WeightPeers
+
+    def close(self) -> None:
+        self.peers.forget()
+        self.memory.close()
 
 
 def load_runtime(
@@ -88,9 +100,24 @@ def load_runtime(
     """Loads the weights and reserves the K/V. Call it in the compute thread. kv_share: the part of
     the K/V memory that is the model's; the rest is a draft model's. device: that of a draft model,
     where it computes on a GPU."""
-    progress = progress or LoadProgress()
     source = read_source(config)
-    config, spec, precision, backend, _ = source
+    runtime = _load(source, progress or LoadProgress(), kv_share, device)
+    peers = source.peers
+    if peers is not None:
+        try:
+            peers.listen(0)
+        except BaseException:
+            runtime.memory.close()
+            raise
+        runtime.memory = _MemoryAndPeers(runtime.memory, peers)
+        runtime.weight_peers = peers
+    return runtime
+
+
+def _load(
+    source: ModelSource, progress: LoadProgress, kv_share: float, device: StepDevice | None
+) -> Runtime:
+    config, spec, precision, backend, *_ = source
     check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
@@ -133,7 +160,7 @@ def _load_cuda(
     source: ModelSource, progress: LoadProgress, kv_share: float, device: StepDevice | None
 ) -> Runtime:
     """Loads everything on a GPU; the GPU's modules are imported only here."""
-    config, spec, precision, backend, _ = source
+    config, spec, precision, backend, *_ = source
     if config.kv_peers or config.kv_listen is not None:
         raise ConfigError("kv_peers and kv_listen need K/V in host memory: use the cpu back end")
     from serve.loading import cuda_runtime

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serve.errors import ModelLoadError
 from serve.models.checkpoint import Checkpoint, weight_files
 from serve.models.families import FAMILIES
 from serve.models.gguf.pointer import pointed_files
 from serve.models.gguf_checkpoint import GGUFCheckpoint
 from serve.models.spec import ModelSpec
+from serve.models.told_checkpoint import ToldCheckpoint, told_about
 
 
 def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
-    """Opens the checkpoint of a directory. ModelLoadError says what is wrong with its files."""
+    """Opens the checkpoint of a directory, or what a peer has told about its files. ModelLoadError
+    says what is wrong with them."""
+    if (told := told_about(path)) is not None:
+        return ToldCheckpoint(path, told)
     files = pointed_files(path)
     if files:
         return GGUFCheckpoint(files[0], spec.model_type)
@@ -25,6 +30,14 @@ def open_checkpoint(path: Path, spec: ModelSpec) -> Checkpoint:
 def files_of(path: Path) -> list[Path]:
     """Returns the files with a model's weights. ModelLoadError if one is missing."""
     return list(pointed_files(path)) or weight_files(path)
+
+
+def has_files(path: Path) -> bool:
+    """Returns whether all files with a model's weights are there."""
+    try:
+        return all(map(Path.is_file, files_of(path)))
+    except ModelLoadError:
+        return False
 
 
 def stored_files(path: Path) -> list[Path]:

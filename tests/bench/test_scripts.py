@@ -267,6 +267,13 @@ def test_groups(tmp_path):
     assert result["waits"]["tensor 2"]["decode 16"]["results a step"] == pytest.approx(10, abs=1)
 
 
+def test_fast_start(tmp_path):
+    options = ("--parts", "link", "--rounds", "1")
+    text = output_of("-m", "bench.cluster.fast_start", *options, XDG_CACHE_HOME=str(tmp_path))
+    for row in ("link ", "pull ", "pull / link", "beside a stream", "a stream, alone"):
+        assert row in text, row
+
+
 def test_kv_pull(tmp_path):
     result = run_script("bench.engine.kv_pull", tmp_path)
     assert len(result["pulled_ms"]) == 2 and result["page_bytes"] > 0

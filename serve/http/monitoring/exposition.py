@@ -85,7 +85,9 @@ class Exposition:
         kept = engine.kept() | {name: size() for name, size in self._context.kept.items()}
         view, counters = engine.loaded.core.view, self._context.counters
         charged = self._context.budget.num_bytes
-        return MetricSources(stats, view, counters, cache, kept, engine.worker_bytes(), charged)
+        weights = engine.weight_stats()
+        workers = engine.worker_bytes()
+        return MetricSources(stats, view, counters, cache, kept, workers, charged, weights)
 
 
 def _family(spec: MetricSpec, name: str, labels: dict[str, str], sources: MetricSources) -> Metric:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from serve.engine.stats import EngineStats
+from serve.engine.stats import EngineStats, WeightStats
 from serve.histogram import Histogram
 from serve.http.edge.counters import HttpCounters
 from serve.kept import Kept
@@ -34,6 +34,7 @@ class MetricSources:
     kept: dict[str, Kept]
     workers: dict[str, int]
     charged_bytes: int
+    weights: WeightStats | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,10 @@ def _coverage(sources: MetricSources) -> Sampled:
 def _of_stage(sources: MetricSources, what: str) -> Sampled:
     group = sources.stats.group
     return [] if group is None else [((str(group.stage),), getattr(group.seconds, what))]
+
+
+def _of_weights(sources: MetricSources, name: str) -> float | None:
+    return None if sources.weights is None else float(getattr(sources.weights, name))
 
 
 def _pulls(sources: MetricSources, what: str) -> Sampled:
@@ -277,6 +282,19 @@ ELSEWHERE = (
     MetricSpec("counter", "kv_copy_declined",
                "Peers' sequences for whose copies there was no room, or whose pages did not come.",
                lambda r: c.declined if (c := _copies(r)) else None),
+    MetricSpec("gauge", "weights_pull_seconds", "Seconds in which the weights came from peers.",
+               lambda r: _of_weights(r, "pull_s")),
+    MetricSpec("gauge", "weights_pulled_bytes", "Bytes of weights that came from peers.",
+               lambda r: _of_weights(r, "pulled_bytes")),
+    MetricSpec("gauge", "weights_repeated_chunks", "Chunks of them that came wrong, late or short.",
+               lambda r: _of_weights(r, "repeated")),
+    MetricSpec("gauge", "weights_peers", "Replicas that pull weights now.",
+               lambda r: _of_weights(r, "peers")),
+    MetricSpec("counter", "weights_served_bytes", "Bytes of weights given to other replicas.",
+               lambda r: _of_weights(r, "served_bytes")),
+    MetricSpec("counter", "weights_served_refused",
+               "Connections for weights without the key, or ended for what the peer did.",
+               lambda r: _of_weights(r, "refused")),
     MetricSpec("gauge", "disk_paused", "1 while writing is paused after errors.",
                lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip

@@ -6,10 +6,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from torch import Tensor
 
@@ -18,7 +18,8 @@ from serve.errors import reason
 from serve.models.checkpoint import Checkpoint
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed_cache import folder as folders
-from serve.models.packed_cache.identity import Identity, identity_of
+from serve.models.packed_cache.identity import Identity, identity_of, shared_identity
+from serve.models.packed_cache.in_memory import PackedBytes
 from serve.models.packed_cache.layout import PAGE, DamagedCache, Index, read_header, read_index
 from serve.models.packed_cache.region import open_region
 from serve.models.packed_cache.sources import KeptTensors, NotedTensors
@@ -37,14 +38,28 @@ _WRITER_NICENESS = 10
 _WRITER_NAME = "packed-weights"
 
 
+class Peers(Protocol):
+    """Replicas that have the same packed weights in memory, or want them. identity: what they have
+    in common, by name."""
+
+    def pull(self, identity: Mapping[str, str]) -> tuple[Index, Tensor] | None:
+        """Returns the weights of a peer; None if they are to be loaded from the checkpoint."""
+
+    def offer(
+        self, identity: Mapping[str, str], checkpoint: Checkpoint, packed: PackedBytes
+    ) -> None:
+        """Tells what this process has."""
+
+
 @dataclass(slots=True)
 class PackedCache:
     """Where packed weights are kept, and the settings by which they are packed.
 
     folder: the only folder; None: beside the model, else the user's cache. max_bytes: of all files
     of a folder. min_bytes: of a file; less is packed as fast as it is mapped. records: the folder
-    that notes for the next start which file it needs; None: none. writer: the thread that writes
-    the file of the model that was loaded last.
+    that notes for the next start which file it needs; None: none. has_files: whether there are
+    files at all. peers: other replicas. writer: the thread that writes the file of the model that
+    was loaded last.
     """
 
     settings: str
@@ -52,6 +67,8 @@ class PackedCache:
     max_bytes: int = DEFAULT_BYTES
     min_bytes: int = MIN_BYTES
     records: Path | None = None
+    has_files: bool = True
+    peers: Peers | None = None
     writer: threading.Thread | None = None
 
     def build(
@@ -61,37 +78,69 @@ class PackedCache:
         settings: str,
         build: Callable[[TensorSource], T],
     ) -> T:
-        """Returns what `build` makes of the tensors, which come from a file if there is one. Else
-        they are loaded, and a thread writes the file afterwards. settings: further ones by which
-        they are packed."""
-        try:
-            identity = identity_of(checkpoint, f"{self.settings} {settings}")
-        except OSError as error:
-            logger.warning("packed weights are not kept: %s", reason(error))
-            return build(loaded)
+        """Returns what `build` makes of the tensors, which come from a file if there is one, else
+        from a peer. Else they are loaded, and a thread writes the file afterwards. settings:
+        further ones by which they are packed."""
+        identity = self._identity(checkpoint, settings) if self.has_files else None
         candidates = folders.folders(checkpoint.path, self.folder)
-        for folder in candidates:
+        for folder in candidates if identity is not None else ():
+            assert identity is not None
             file = folder / identity.file_name
             try:
                 found = _open(file, identity)
                 if found is not None:
-                    index, data = found
                     self._note(checkpoint, file)
-                    return build(KeptTensors(loaded, data, index.entries))
+                    result = build(KeptTensors(loaded, found[1], found[0].entries))
+                    self._offer(checkpoint, settings, found)
+                    return result
             except (DamagedCache, OSError) as error:
                 problem = reason(error) if isinstance(error, OSError) else error
                 logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
                 folders.remove(file)
         read_ahead.end()
+        pulled = self._pull(checkpoint, settings)
+        if pulled is not None:
+            try:
+                result = build(KeptTensors(loaded, pulled[1], pulled[0].entries))
+                self._offer(checkpoint, settings, pulled)
+                return result
+            except DamagedCache as error:  # then a checkpoint without files raises its own error
+                logger.warning("packed weights: those of a peer are not used: %s", error)
+        if identity is None and self.peers is None:
+            return build(loaded)
         noted = NotedTensors(loaded)
         result = build(noted)
-        if noted.is_whole:
+        if not noted.is_whole:
+            return result
+        if self.peers is not None:
+            self._offer(checkpoint, settings, Contents(noted.made))
+        if identity is not None:
             arguments = checkpoint, candidates, identity, noted.made
             self.writer = threading.Thread(
                 target=self._keep, args=arguments, name=_WRITER_NAME, daemon=True
             )
             self.writer.start()
         return result
+
+    def _identity(self, checkpoint: Checkpoint, settings: str) -> Identity | None:
+        try:
+            return identity_of(checkpoint, f"{self.settings} {settings}")
+        except OSError as error:  # the files may be elsewhere
+            if self.peers is None:
+                logger.warning("packed weights are not kept: %s", reason(error))
+            return None
+
+    def _pull(self, checkpoint: Checkpoint, settings: str) -> tuple[Index, Tensor] | None:
+        if self.peers is None:
+            return None
+        return self.peers.pull(shared_identity(checkpoint.path, self.settings, settings))
+
+    def _offer(
+        self, checkpoint: Checkpoint, settings: str, source: Contents | tuple[Index, Tensor]
+    ) -> None:
+        if self.peers is not None:
+            identity = shared_identity(checkpoint.path, self.settings, settings)
+            self.peers.offer(identity, checkpoint, PackedBytes(source))
 
     def _note(self, checkpoint: Checkpoint, file: Path) -> None:
         """Notes the file for the directory and, since a GGUF file is one, for the weights."""

@@ -58,6 +58,22 @@ def identity_of(checkpoint: Checkpoint, settings: str) -> Identity:
     return Identity(place.digest(), content.digest())
 
 
+def shared_identity(path: Path, precision: str, packing: str) -> dict[str, str]:
+    """Returns by name what decides the bytes of packed weights on any machine, besides the weight
+    files. path: the model's directory. precision, packing: the settings."""
+    configs = hashlib.sha256()
+    for name in _CONFIGS:
+        file = path / name
+        configs.update(file.read_bytes() if file.is_file() else b"-")
+    return {
+        "config": configs.hexdigest()[:_NAME_DIGITS],
+        "code": _code().hex()[:_NAME_DIGITS],
+        "instruction_set": native_library.instruction_set(),
+        "precision": precision,
+        "packing": packing,
+    }
+
+
 def _described(file: Path) -> bytes:
     status = file.stat()
     with open_regular(file) as data:

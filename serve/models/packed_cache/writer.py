@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +49,7 @@ class Contents:
 
     def __init__(self, made: Iterable[Made]) -> None:
         self._kept: list[LinearOp | Tensor] = []
-        self._pieces: list[tuple[int, Buffer]] = []
+        self.pieces: list[tuple[int, Buffer]] = []
         self._end = DATA_START
         self.entries = [Entry(call, tuple(map(self._part, parts))) for call, parts in made]
         self.data_end = _round_up(self._end, PAGE)
@@ -69,30 +69,41 @@ class Contents:
     def _place(self, buffer: Buffer) -> Span:
         start, num_bytes = self._end, buffer.num_bytes
         if num_bytes:
-            self._pieces.append((start, buffer))
+            self.pieces.append((start, buffer))
         self._end = _round_up(start + num_bytes, LINE)
         return Span(start, num_bytes)
 
     def write(self, fd: int) -> list[int]:
         """Writes all data and returns the checksums of its chunks. OSError."""
+        checksums, synced = [], DATA_START
+        for chunk, content in self._chunks():
+            checksums.append(_checksum(content))
+            _write(fd, content, chunk.start)
+            end = chunk.start + chunk.num_bytes
+            if end - synced >= _SYNCED_BYTES:
+                os.fdatasync(fd)
+                synced = end
+        return checksums
+
+    def checksums(self) -> list[int]:
+        """Returns the checksums that a file of the data would have."""
+        return [_checksum(content) for _, content in self._chunks()]
+
+    def _chunks(self) -> Iterator[tuple[Span, memoryview]]:
+        """Yields the chunks with their bytes, which are valid until the next one."""
         staging = ctypes.create_string_buffer(CHUNK_BYTES)
-        base, checksums, first, synced = ctypes.addressof(staging), [], 0, DATA_START
+        base, first = ctypes.addressof(staging), 0
         for chunk in chunks_of(self.data_end):
             end = chunk.start + chunk.num_bytes
             ctypes.memset(base, 0, chunk.num_bytes)
-            for number in range(first, len(self._pieces)):
-                start, (address, num_bytes) = self._pieces[number]
+            for number in range(first, len(self.pieces)):
+                start, (address, num_bytes) = self.pieces[number]
                 if start >= end:
                     break
                 begin, stop = max(start, chunk.start), min(start + num_bytes, end)
                 ctypes.memmove(base + begin - chunk.start, address + begin - start, stop - begin)
                 first += start + num_bytes <= end
-            checksums.append(library().checksum(base, chunk.num_bytes))
-            _write(fd, memoryview(staging)[: chunk.num_bytes], chunk.start)
-            if end - synced >= _SYNCED_BYTES:
-                os.fdatasync(fd)
-                synced = end
-        return checksums
+            yield chunk, memoryview(staging)[: chunk.num_bytes]
 
 
 def can_keep(part: LinearOp | Tensor) -> bool:
@@ -122,6 +133,12 @@ def write_file(folder: Path, identity: Identity, contents: Contents) -> Path:
         os.close(fd)
     _sync_folder(folder)
     return path
+
+
+def _checksum(content: memoryview) -> int:
+    address = ctypes.addressof(ctypes.c_char.from_buffer(content))
+    checksum: int = library().checksum(address, len(content))
+    return checksum
 
 
 def _write(fd: int, data: memoryview, at: int) -> None:

@@ -91,6 +91,7 @@ def test_settings_of_the_models(models: Path, served: Any) -> None:
     [
         (["--served-model-name", "x"], "served_model_name is of one model, and 3 are to be served"),
         (["--metrics-port", "1"], "metrics_port is of one model"),
+        (["--weights-listen", "shm:///tmp/w"], "weights_listen is of one model"),
         (["--memory-budget", "1MiB"], "memory_budget 1 MiB is too little"),
         (["--idle-seconds", "0"], "idle_seconds must be positive"),
         (["--model-wait-s", "inf"], "model_wait_s must be a positive number"),

@@ -1,0 +1,148 @@
+"""Builds the application: `python -m ray.serve.scripts run serve.cluster.ray_serve.app:build_app`.
+
+Two deployments: the ingress takes HTTP calls from Ray Serve's proxies and looks at their prompts,
+the servers are `serve run` processes. Calls and streams pass through both unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from typing import Any
+
+import orjson
+
+from serve.cluster.front.prefix_affinity import block_names
+from serve.cluster.ray_serve.policy import QueuePolicy
+from serve.cluster.ray_serve.server_replica import CallSent, ServerReplica
+from serve.errors import ConfigError
+
+STATS_PERIOD_S = 0.5
+MAX_CALLS = 1024
+"""That a replica answers at once; its server bounds them itself."""
+_NUMBERS = {
+    "min_replicas": 1,
+    "max_replicas": 1,
+    "cpus_per_replica": 1,
+    "queue_seconds": 1.0,
+    "grow_seconds": 5.0,
+    "shrink_seconds": 60.0,
+}
+_OF_RAY = ("host", "port", "quiet", "more_models", "tls_cert", "tls_key")
+
+
+class Ingress:
+    """Passes HTTP calls to a replica that the router chooses."""
+
+    def __init__(self, servers: Any) -> None:
+        """servers: a handle of the deployment."""
+        self._servers = servers
+
+    async def __call__(self, request: Any) -> Any:
+        """request: Starlette's."""
+        from starlette.responses import StreamingResponse
+
+        sent = call_of(
+            request.method,
+            request.url.path + ("?" + request.url.query if request.url.query else ""),
+            [
+                (name.decode("latin-1"), value.decode("latin-1"))
+                for name, value in request.headers.raw
+            ],
+            await request.body(),
+        )
+        answer = self._servers.call.options(stream=True).remote(sent)
+        status, headers = await anext(answer)
+        streamed = StreamingResponse(_rest_of(answer), status_code=status)
+        streamed.raw_headers = [(a.encode("latin-1"), b.encode("latin-1")) for a, b in headers]
+        return streamed
+
+
+async def _rest_of(answer: Any) -> AsyncIterator[bytes]:
+    async for content in answer:
+        yield content
+
+
+def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> CallSent:
+    """Returns a call with the names of its prompt's blocks."""
+    names: list[bytes] = []
+    if method == "POST" and body:
+        client = next((value for name, value in headers if name.lower() == "authorization"), "")
+        try:
+            read = orjson.loads(body)
+            names = block_names(read, client) if isinstance(read, dict) else []
+        except ValueError:
+            pass  # the server says what is wrong
+    return CallSent(method=method, path=path, headers=headers, body=body, names=names)
+
+
+def build_app(args: Mapping[str, Any]) -> Any:
+    """Returns the application for `serve.run` or a Ray Serve config file.
+
+    args: `model` and other settings of `serve run` by name, and min_replicas, max_replicas,
+    cpus_per_replica, queue_seconds (the predicted wait above which a replica more is started),
+    grow_seconds and shrink_seconds (how long it must have been so). ConfigError names what is
+    wrong, also if Ray Serve is not installed.
+    """
+    numbers, settings = split_args(args)
+    try:
+        from ray import serve
+        from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
+
+        from serve.cluster.ray_serve.router import PredictedRouter
+    except ImportError as error:
+        raise ConfigError(
+            "the application needs Ray Serve: pip install 'mergestep[ray-serve]'"
+        ) from error
+    cpus = int(numbers["cpus_per_replica"])
+    settings.setdefault("compute_threads", cpus)
+    kwargs = {f"{name}_s": numbers[f"{name}_seconds"] for name in ("queue", "grow", "shrink")}
+    policy = AutoscalingPolicy(policy_function=QueuePolicy, policy_kwargs=kwargs)
+    scaling = AutoscalingConfig(
+        min_replicas=int(numbers["min_replicas"]),
+        max_replicas=int(numbers["max_replicas"]),
+        policy=policy,
+        metrics_interval_s=STATS_PERIOD_S,
+        look_back_period_s=2 * STATS_PERIOD_S,
+        upscale_delay_s=0.0,  # the policy waits itself
+        downscale_delay_s=0.0,
+    )
+    servers = serve.deployment(
+        ServerReplica,
+        name="Server",
+        max_ongoing_requests=MAX_CALLS,
+        autoscaling_config=scaling,
+        ray_actor_options={"num_cpus": cpus},
+        request_router_config=RequestRouterConfig(
+            request_router_class=PredictedRouter, request_routing_stats_period_s=STATS_PERIOD_S
+        ),
+    )
+    ingress = serve.deployment(
+        Ingress, name="Ingress", max_ongoing_requests=MAX_CALLS, ray_actor_options={"num_cpus": 0}
+    )
+    return ingress.bind(servers.bind(settings))
+
+
+def split_args(args: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
+    """Returns the numbers of the application and the settings of its servers. ConfigError."""
+    numbers: dict[str, float] = {}
+    for name, default in _NUMBERS.items():
+        value = args.get(name, default)
+        is_number = type(value) in (int, float) and value >= 0
+        if not is_number or (type(default) is int and value != int(value)):
+            raise ConfigError(f"{name} must be a number from 0 on, not {value!r}")
+        numbers[name] = value
+    if not numbers["min_replicas"] <= numbers["max_replicas"] or not numbers["max_replicas"]:
+        raise ConfigError(
+            f"min_replicas {numbers['min_replicas']} must be from 0 to max_replicas, which is at"
+            " least 1"
+        )
+    if not numbers["cpus_per_replica"]:
+        raise ConfigError("cpus_per_replica must be at least 1")
+    settings = {name: value for name, value in args.items() if name not in _NUMBERS}
+    for name in _OF_RAY:
+        if name in settings:
+            raise ConfigError(f"{name} is Ray Serve's own, and no setting of its servers")
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        if settings.get(name, 1) != 1:
+            raise ConfigError(f"{name}: a replica is one process here; see `serve cluster`")
+    return numbers, settings

@@ -1,0 +1,183 @@
+"""A replica: a `serve run` of this machine, what it tells, and the calls that pass through."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import signal
+import time
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, TypedDict
+
+import aiohttp
+
+from serve.cluster.rank_process import RankProcess, RankSpec
+from serve.cluster.ray_serve.choice import BLOCK_TOKENS, ReplicaStats
+from serve.cluster.ray_serve.policy import QUEUE
+from serve.errors import MergestepError
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.05
+_END_S = 30.0  # for the server to end its requests
+_ASK_S = 5.0
+_MAX_FAILURES = 3  # of /health, one after the other
+_ASKED_TOKENS = 512
+_CHUNK_BYTES = 64 << 10
+_KEYS, _KEY_NAME = "MERGESTEP_API_KEYS", "mergestep-ray"
+_OF_A_HOP = {
+    *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers"),
+    *("transfer-encoding", "upgrade", "content-length", "host", "date", "server"),
+}
+
+
+class CallSent(TypedDict):
+    """An HTTP call. names: of its prompt's blocks, for the router."""
+
+    method: str
+    path: str
+    headers: list[tuple[str, str]]
+    body: bytes
+    names: list[bytes]
+
+
+class ServerReplica:
+    """Starts the server, and is made when it is ready. Ray Serve calls the methods."""
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        """settings: those of `serve run` by name. MergestepError with the server's last lines if it
+        does not start."""
+        self._key = secrets.token_hex(16) if settings.get("api_key_file") else ""
+        keys = {_KEYS: f"{_KEY_NAME}:{self._key}"} if self._key else {}
+        self._process = RankProcess(
+            RankSpec(1, 0, 1, "", as_toml(settings), secrets.token_hex(16), keys, os.getcwd())
+        )
+        lines: list[str] = []
+        while not self._process.url:
+            lines = (lines + self._told())[-5:]
+            if self._process.status() is not None:
+                raise MergestepError("the server did not start: " + "\n".join(lines))
+            time.sleep(_POLL_S)
+        self._told()
+        self._session: aiohttp.ClientSession | None = None
+        self._failures = 0
+        self._number = 0
+
+    def _told(self) -> list[str]:
+        """Hands on what the server has logged."""
+        lines = self._process.take_lines()
+        for line in lines:
+            logger.info("%s", line)
+        return lines
+
+    def _client(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            timeout = aiohttp.ClientTimeout(total=None)
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(
+                self._process.url, timeout=timeout, connector=connector, auto_decompress=False
+            )
+        return self._session
+
+    async def call(self, sent: CallSent) -> AsyncIterator[Any]:
+        """Yields status and headers of the server's answer, and then its bytes as they come."""
+        headers = kept_headers(sent["headers"])
+        async with self._client().request(
+            sent["method"],
+            sent["path"],
+            headers=headers,
+            data=sent["body"] or None,
+            allow_redirects=False,
+            skip_auto_headers=("User-Agent", "Content-Type", "Accept", "Accept-Encoding"),
+        ) as answer:
+            yield answer.status, kept_headers(answer.headers.items())
+            async for content in answer.content.iter_any():
+                yield content
+
+    async def check_health(self) -> None:
+        """Raises MergestepError if Ray Serve has to replace this replica."""
+        self._told()
+        status = self._process.status()
+        if status is not None:
+            raise MergestepError(f"the server has ended with status {status}")
+        try:
+            await self._ask("GET", "/health")
+            self._failures = 0
+        except (aiohttp.ClientError, OSError, TimeoutError, MergestepError) as error:
+            self._failures += 1
+            if self._failures >= _MAX_FAILURES:
+                raise MergestepError(f"the server does not answer: {error!r}") from error
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Returns what the router chooses by, as ReplicaStats has it."""
+        return (await self._stats()).to_json()
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        return {QUEUE: (await self._stats()).queue_s}
+
+    async def _stats(self) -> ReplicaStats:
+        self._number += 1
+        body = json.dumps({"prompt_tokens": _ASKED_TOKENS}).encode()
+        try:
+            found = json.loads(await self._ask("POST", "/internal/load", body))
+            metrics = (await self._ask("GET", "/metrics")).decode()
+        except MergestepError:  # a short context, perhaps
+            return ReplicaStats(self._number)
+        return stats_of(self._number, found, metrics)
+
+    async def _ask(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """Returns an answer of the server. MergestepError if it is none."""
+        headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
+        if body is not None:
+            headers["Content-Type"] = "application/json"
+        timeout = aiohttp.ClientTimeout(total=_ASK_S)
+        async with self._client().request(
+            method, path, data=body, headers=headers, timeout=timeout
+        ) as answer:
+            content = await answer.read()
+            if answer.status != 200:
+                raise MergestepError(f"{path}: {answer.status}")
+            return content
+
+    def __del__(self) -> None:
+        """Ends the server. Ray Serve calls it when the replica has no calls any more."""
+        process: RankProcess | None = getattr(self, "_process", None)
+        if process is None:
+            return
+        process.send_signal(signal.SIGTERM)
+        end_s = time.monotonic() + _END_S
+        while process.status() is None and time.monotonic() < end_s:
+            time.sleep(_POLL_S)
+        process.kill()
+
+
+def stats_of(number: int, load: Mapping[str, Any], metrics: str) -> ReplicaStats:
+    """Returns what a server's answer of /internal/load for _ASKED_TOKENS tokens and its metrics
+    say."""
+    queue_s, ttft_s = load["predicted_queue_seconds"], load["predicted_ttft_seconds"]
+    computed_s = max(0.0, ttft_s - queue_s)
+    block_s = computed_s / _ASKED_TOKENS * BLOCK_TOKENS if computed_s else None
+    seconds = pages = page_tokens = 0.0
+    for line in metrics.splitlines():
+        if line.startswith("mergestep:kv_peer_pull_seconds_total"):
+            seconds += float(line.rpartition(" ")[2])
+        elif line.startswith("mergestep:kv_peer_pulled_pages_total"):
+            pages += float(line.rpartition(" ")[2])
+        elif line.startswith("vllm:cache_config_info{"):
+            page_tokens = float(line.partition('block_size="')[2].partition('"')[0] or 0)
+    pull_s = seconds / (pages * page_tokens) * BLOCK_TOKENS if pages and page_tokens else None
+    return ReplicaStats(number, queue_s, block_s, pull_s)
+
+
+def kept_headers(headers: Any) -> list[tuple[str, str]]:
+    """Returns the headers that are not of one connection."""
+    return [(name, value) for name, value in headers if name.lower() not in _OF_A_HOP]
+
+
+def as_toml(settings: Mapping[str, Any]) -> str:
+    """Returns settings as `serve run --config` reads them, at a free port of this machine."""
+    fixed = {"host": "127.0.0.1", "port": 0, "quiet": True}
+    lines = [f"{name} = {json.dumps(value)}" for name, value in {**settings, **fixed}.items()]
+    return "\n".join(lines) + "\n"

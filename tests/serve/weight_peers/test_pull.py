@@ -1,0 +1,321 @@
+"""The bytes of packed weights travel whole, whatever a peer does."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from ops.cpu import native_library
+from serve.models.packed_cache.in_memory import PackedBytes
+from serve.models.packed_cache.layout import (
+    CHUNK_BYTES,
+    DATA_START,
+    DamagedCache,
+    Index,
+    Span,
+    chunks_of,
+    read_index,
+)
+from serve.models.packed_cache.region import huge_pages
+from serve.weight_peers import link as links
+from serve.weight_peers import pull as pulls
+from serve.weight_peers.link import WeightLink
+from serve.weight_peers.pull import Pull, PullFailed
+from serve.weight_peers.server import WINDOW_BYTES, OfferedWeights, WeightServer
+from serve.weight_peers.wire import (
+    HEADER_BYTES,
+    Area,
+    Header,
+    Kind,
+    WeightProtocolError,
+    pack_header,
+    read_header,
+)
+from transport import connect, listen
+from transport.base import Endpoint, PeerLostError, TransportError
+from transport.messages import post_bytes, view_of
+
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="needs the native kernels"
+)
+KEY = b"a secret of the replicas"
+END = DATA_START + 2 * CHUNK_BYTES + 4096
+
+
+@pytest.fixture(scope="module")
+def data() -> torch.Tensor:
+    made = huge_pages(END)
+    made.copy_(torch.randint(0, 256, (END,), dtype=torch.uint8))
+    return made
+
+
+@pytest.fixture(scope="module")
+def index(data: torch.Tensor) -> Index:
+    checksum = native_library.library().checksum
+    chunks = chunks_of(END)
+    return Index(END, [], [checksum(data.data_ptr() + c.start, c.num_bytes) for c in chunks])
+
+
+@contextlib.contextmanager
+def serving(
+    url: str, index: Index, data: torch.Tensor, rate: int | None = None
+) -> Iterator[WeightServer]:
+    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES)
+    server = WeightServer(listener, OfferedWeights(PackedBytes((index, data)), "x", b"{}"), rate)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def connected(url: str) -> WeightLink:
+    link = WeightLink(url, KEY)
+    link.connect()
+    return link
+
+
+def pull(index: Index, *urls: str) -> Pull:
+    made = Pull(index)
+    made.run([connected(url) for url in urls], object)
+    return made
+
+
+@pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
+def test_all_bytes_come_and_the_index_with_them(
+    scheme: str, tmp_path: Path, index: Index, data: torch.Tensor
+) -> None:
+    url = {
+        "inproc": f"inproc://{tmp_path}",
+        "shm": f"shm://{tmp_path}/w",
+        "tcp": "tcp://127.0.0.1:0",
+    }[scheme]
+    with serving(url, index, data) as server:
+        link = connected(server.url)
+        found = link.describe(object)
+        content = link.fetch(Area.INDEX, found.index_place)
+        place = Span(found.data_end, len(content))
+        assert read_index(content, bytes.fromhex(found.index_place[1]), place) == index
+        assert link.fetch(Area.TABLE, found.table_place) == b"{}"
+        made = Pull(index)
+        got = made.run([link], object)
+        assert torch.equal(got[DATA_START:], data[DATA_START:])
+        assert made.num_repeated == 0 and made.done_bytes == made.num_bytes
+        assert server.snapshot().served_bytes == made.num_bytes + len(content) + 2
+
+
+def test_several_peers_share_the_work(tmp_path: Path, index: Index, data: torch.Tensor) -> None:
+    rate = 100 << 20
+    with (
+        serving(f"inproc://{tmp_path}/1", index, data, rate) as first,
+        serving(f"inproc://{tmp_path}/2", index, data, rate) as second,
+    ):
+        assert torch.equal(pull(index, first.url, second.url).data[DATA_START:], data[DATA_START:])
+        assert first.snapshot().served_bytes >= 4096
+        assert second.snapshot().served_bytes >= 4096
+
+
+def test_the_rate_is_kept(tmp_path: Path, index: Index, data: torch.Tensor) -> None:
+    with serving(f"inproc://{tmp_path}", index, data, rate=128 << 20) as server:
+        began_s = time.monotonic()
+        made = pull(index, server.url)
+        assert time.monotonic() - began_s > 0.8 * made.num_bytes / (128 << 20)
+
+
+# -- peers that do wrong
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "LATE_S", 0.5)
+    monkeypatch.setattr(pulls, "_PAUSE_S", 0.01)
+
+
+def damaged(data: torch.Tensor) -> torch.Tensor:
+    wrong = huge_pages(END)
+    wrong.copy_(data)
+    wrong[DATA_START + CHUNK_BYTES + 77] ^= 1
+    return wrong
+
+
+def test_a_chunk_that_is_wrong_comes_from_another_peer(
+    tmp_path: Path, index: Index, data: torch.Tensor, hurried: None
+) -> None:
+    with (
+        serving(f"inproc://{tmp_path}/1", index, damaged(data), 200 << 20) as first,
+        serving(f"inproc://{tmp_path}/2", index, data, 20 << 20) as second,
+    ):
+        made = pull(index, first.url, second.url)
+    assert torch.equal(made.data[DATA_START:], data[DATA_START:])
+    assert made.num_repeated >= 1
+
+
+def test_wrong_chunks_alone_end_the_pull(
+    tmp_path: Path, index: Index, data: torch.Tensor, hurried: None
+) -> None:
+    with (
+        serving(f"inproc://{tmp_path}", index, damaged(data)) as server,
+        pytest.raises(PullFailed, match="chunk 1 has another checksum"),
+    ):
+        pull(index, server.url)
+
+
+def test_a_peer_that_ends_is_replaced_by_its_successor(
+    tmp_path: Path, index: Index, data: torch.Tensor, hurried: None
+) -> None:
+    url = f"shm://{tmp_path}/w"
+    made = Pull(index)
+    with serving(url, index, data, 40 << 20):
+        link = connected(url)
+        thread = threading.Thread(target=made.run, args=([link], object))
+        thread.start()
+        time.sleep(0.3)
+    with serving(url, index, data):
+        thread.join()
+    assert made.num_repeated >= 1
+    assert torch.equal(made.data[DATA_START:], data[DATA_START:])
+
+
+Answer = Callable[[Endpoint, Header], None]
+
+
+@contextlib.contextmanager
+def answering(url: str, answer: Answer) -> Iterator[str]:
+    """A peer that knows the key and answers as it likes."""
+    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES)
+    is_over = threading.Event()
+
+    def serve() -> None:
+        while not is_over.is_set():
+            endpoint = listener.accept(0.1)
+            if endpoint is None:
+                continue
+            with contextlib.suppress(TransportError):
+                while not is_over.is_set():
+                    frame = endpoint.poll(0.1)
+                    if frame is not None:
+                        head = read_header(view_of(frame))
+                        endpoint.release(frame)
+                        answer(endpoint, head)
+            endpoint.close()
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    try:
+        yield listener.url
+    finally:
+        is_over.set()
+        listener.close()
+        thread.join()
+
+
+def part(head: Header, content: bytes, **changed: int) -> bytes:
+    sent = Header(Kind.PART, head.area, head.number, head.start, len(content))
+    return pack_header(sent._replace(**changed)) + content
+
+
+ANSWERS: dict[str, tuple[Answer, str]] = {
+    "nothing": (lambda endpoint, head: None, "nothing came for"),
+    "a short message": (
+        lambda endpoint, head: post_bytes(endpoint, b"short"),
+        "a message of 5 bytes",
+    ),
+    "an unknown kind": (
+        lambda endpoint, head: post_bytes(endpoint, b"\x63" * HEADER_BYTES),
+        "a message of kind 99",
+    ),
+    "no bytes": (lambda endpoint, head: post_bytes(endpoint, part(head, b"")), "0 bytes where"),
+    "bytes of another place": (
+        lambda endpoint, head: post_bytes(endpoint, part(head, b"x" * 64, start=head.start + 64)),
+        "were due",
+    ),
+    "bytes of another request": (
+        lambda endpoint, head: post_bytes(endpoint, part(head, b"x" * 64, number=77)),
+        "were due",
+    ),
+    "fewer bytes than it says": (
+        lambda endpoint, head: post_bytes(endpoint, part(head, b"x" * 64, num_bytes=128)),
+        "were due",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ANSWERS)
+def test_answers_that_are_not_due_end_the_pull(
+    what: str, tmp_path: Path, index: Index, hurried: None
+) -> None:
+    answer, message = ANSWERS[what]
+    with (
+        answering(f"inproc://{tmp_path}", answer) as url,
+        pytest.raises(PullFailed, match=message),
+    ):
+        pull(index, url)
+
+
+def test_a_stop_ends_the_pull_at_once(tmp_path: Path, index: Index, data: torch.Tensor) -> None:
+    def stop() -> None:
+        raise KeyboardInterrupt
+
+    with (
+        serving(f"inproc://{tmp_path}", index, data, 1 << 20) as server,
+        pytest.raises(KeyboardInterrupt),
+    ):
+        Pull(index).run([connected(server.url)], stop)
+
+
+# -- those that ask for wrong things
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        b"short",
+        b"\x63" * HEADER_BYTES,
+        pack_header(Header(Kind.PART, Area.DATA, 1, DATA_START, 64)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, 0, 64)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, END - 64, 128)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 0)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, CHUNK_BYTES + 1)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, (1 << 64) - 64, 64)),
+        pack_header(Header(Kind.GET, Area.TABLE, 1, 0, 3)),
+        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 64)) + b"more",
+    ],
+)
+def test_requests_that_no_peer_sends_end_the_connection(
+    message: bytes, tmp_path: Path, index: Index, data: torch.Tensor
+) -> None:
+    with serving(f"inproc://{tmp_path}", index, data) as server:
+        endpoint = connect(server.url, key=KEY)
+        post_bytes(endpoint, message)
+        with pytest.raises(PeerLostError):
+            assert endpoint.poll(5.0) is None
+        assert server.snapshot().refused == 1
+        assert torch.equal(pull(index, server.url).data[DATA_START:], data[DATA_START:])
+
+
+def test_a_peer_without_the_key_gets_nothing(
+    tmp_path: Path, index: Index, data: torch.Tensor
+) -> None:
+    with serving(f"shm://{tmp_path}/w", index, data) as server:
+        link = WeightLink(server.url, b"another key of 16 bytes")
+        with pytest.raises(TransportError):
+            link.connect()
+        assert server.snapshot().served_bytes == 0
+
+
+def test_an_index_that_was_changed_is_not_read(index: Index) -> None:
+    content = index.to_bytes()
+    with pytest.raises(DamagedCache):
+        read_index(content[:-1] + b" ", b"\0" * 32, Span(END, len(content)))
+
+
+def test_a_header_is_read_as_it_was_written() -> None:
+    head = Header(Kind.GET, Area.TABLE, 7, 1 << 40, 99)
+    assert read_header(memoryview(pack_header(head))) == head
+    with pytest.raises(WeightProtocolError):
+        read_header(memoryview(b"x" * (HEADER_BYTES - 1)))
