@@ -182,8 +182,8 @@ async def _measure(rounds: int, num_tokens: int) -> dict[str, dict[str, float]]:
     """Returns percentiles of the milliseconds over all rounds by case. The cases alternate."""
     cases = grammars()
     samples: dict[str, list[float]] = {name: [] for name in ("alone", *cases)}
-    settings = {"max_num_seqs": HOSTILE_N + 2, "speculation": "off"}  # a token a step
-    async with Engine(str(default_model_path()), **settings) as engine:
+    path, seqs = str(default_model_path()), HOSTILE_N + 2
+    async with Engine(path, max_num_seqs=seqs, speculation="off") as engine:  # a token a step
         for number in range(rounds + 1):
             gaps = {"alone": await _gaps(engine, num_tokens)}
             for name, structured in cases.items():

@@ -295,9 +295,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "kv_peers": Option(MEMORY, "Comma-separated engines whose cached K/V is pulled.", "URL,URL"),
     "kv_listen": Option(MEMORY, "Address where other engines pull cached K/V.", "URL"),
     "kv_peer_key_file": Option(MEMORY, "A file with the secret of engines that pull K/V.", "FILE"),
-    "kv_replica_bytes": Option(
-        MEMORY, "Memory for copies of the K/V of peers' running sequences.", is_size=True
-    ),
+    "kv_replica_bytes": Option(MEMORY, "Memory for K/V of peers' running streams.", is_size=True),
     "weights_from": Option(MODEL, "Comma-separated replicas that have the weights.", "URL,URL"),
     "weights_listen": Option(MODEL, "Address where other replicas pull the weights.", "URL"),
     "weights_key_file": Option(MODEL, "Their secret; default: kv_peer_key_file.", "FILE"),

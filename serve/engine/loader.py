@@ -154,15 +154,11 @@ def _load(
     draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
+        model, memory, states = runtime.model, runtime.memory, prediction.reader
         runner = ModelRunner(
-            runtime.model,
-            kv,
-            runtime.attention,
-            memory=runtime.memory,
-            states=prediction.reader,
-            follower=head,
+            model, kv, runtime.attention, memory=memory, states=states, follower=head
         )
-    request_limits = _limits_of(config, runtime, tokenizer)
+    limits = _limits_of(config, runtime, tokenizer)
     scheduler = parts.scheduler(
         SchedulerLimits.of(config),
         kv,
@@ -178,7 +174,7 @@ def _load(
         kv=kv,
         tokenizer=tokenizer,
         eos_token_ids=frozenset(_eos(defaults, spec, tokenizer)),
-        limits=request_limits,
+        limits=limits,
         compute=compute,
         make_recovery=make_recovery,
         tokenize_threads=config.tokenize_threads,
@@ -189,7 +185,7 @@ def _load(
         core,
         spec,
         tokenizer,
-        request_limits,
+        limits,
         defaults,
         text.template,
         text.chat_problem,
