@@ -1,7 +1,7 @@
 """Chats over several servers: prompt tokens found in prefix caches and times to first tokens, by
 how `serve front` chooses the server.
 
-    python -m bench.cluster.routing --chats 64 --turns 6
+    python -m bench.cluster.routing --chats 64 --turns 6 [--model random:llama-300m --words 100]
 
 Each chat sends its turns one after the other, a stream each; the answers become part of the next
 prompt. After that one server is started again, and the chats go on for a turn.
@@ -21,11 +21,11 @@ from typing import Any
 import aiohttp
 
 from bench.cluster.servers import Server, start_front, until_ready
+from bench.common.checkpoints import model_directory
 from serve.cluster.front.replicas import ROUTING
-from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.machine import free_port
 
-MODEL = EngineConfig(model=DEFAULT_MODEL).model_name
+MODEL = "m"
 ANSWER_TOKENS = 32
 _WORDS = ("dog", "boat", "red", "hill", "near", "old", "house", "sea", "cat", "sees", "the", "a")
 
@@ -34,15 +34,16 @@ class Chat:
     """A conversation. first_s: seconds to the first token of each turn; num_prompt, num_cached:
     the tokens of all prompts, and those of them that a prefix cache had."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, num_words: int) -> None:
         self._random = random.Random(number)
+        self._num_words = num_words  # of a turn
         self._messages: list[dict[str, str]] = []
         self._number = number
         self.first_s: list[float] = []
         self.num_prompt = self.num_cached = 0
 
     async def turn(self, session: aiohttp.ClientSession, url: str) -> None:
-        words = " ".join(self._random.choices(_WORDS, k=50))
+        words = " ".join(self._random.choices(_WORDS, k=self._num_words))
         self._messages.append({"role": "user", "content": f"{self._number}: {words}"})
         body = {
             "model": MODEL,
@@ -74,10 +75,12 @@ class Chat:
         self.num_cached += usage["prompt_tokens_details"]["cached_tokens"]
 
 
-async def measure(num_servers: int, num_chats: int, num_turns: int, at_once: int) -> None:
-    options = ("--dtype", "int8", "--compute-threads", "1", "--max-model-len", "1024")
+async def measure(given: argparse.Namespace) -> None:
+    model = model_directory(given.model)
+    options = ("--dtype", "int8", "--compute-threads", "1", "--max-model-len", str(given.context))
+    options += ("--served-model-name", MODEL, *([] if model is None else [model]))
     print("routing       servers  found in caches   first token p50, p99   after a restart: p50")
-    rows = [("one cache", 1, "prefix"), *((name, num_servers, name) for name in ROUTING)]
+    rows = [("one cache", 1, "prefix"), *((name, given.servers, name) for name in ROUTING)]
     for name, count, routing in rows:
         async with AsyncExitStack() as stack:
             servers = [Server(free_port(), options) for _ in range(count)]
@@ -88,14 +91,14 @@ async def measure(num_servers: int, num_chats: int, num_turns: int, at_once: int
                 await until_ready(server.url)
             front, url = await start_front([s.url for s in servers], "--routing", routing)
             stack.callback(front.kill)
-            chats = [Chat(number) for number in range(num_chats)]
-            await _talk(chats, url, num_turns, at_once)
+            chats = [Chat(number, given.words) for number in range(given.chats)]
+            await _talk(chats, url, given.turns, given.at_once)
             found = sum(c.num_cached for c in chats) / sum(c.num_prompt for c in chats)
             times = sorted(t for chat in chats for t in chat.first_s)
             await servers[0].end(signal.SIGKILL)
             await servers[0].start()
             await until_ready(servers[0].url)
-            await _talk(chats, url, 1, at_once)
+            await _talk(chats, url, 1, given.at_once)
             after = statistics.median(chat.first_s[-1] for chat in chats)
             middle, most = statistics.median(times), times[int(0.99 * len(times))]
             print(
@@ -124,8 +127,10 @@ def main() -> None:
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--at-once", type=int, default=4)
-    given = parser.parse_args()
-    asyncio.run(measure(given.servers, given.chats, given.turns, given.at_once))
+    parser.add_argument("--model", help="default: the built-in one")
+    parser.add_argument("--words", type=int, default=50, help="of a turn")
+    parser.add_argument("--context", type=int, default=1024, help="tokens")
+    asyncio.run(measure(parser.parse_args()))
 
 
 if __name__ == "__main__":

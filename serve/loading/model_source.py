@@ -45,7 +45,6 @@ from serve.models.tensors import MakeLinear
 from serve.models.weights import joining
 from serve.read_ahead import records_folder
 from serve.setting_checks import DRAFT_HEADS
-from transport import check_scheme
 
 if TYPE_CHECKING:
     from serve.weight_peers.peers import WeightPeers
@@ -108,6 +107,7 @@ def _weight_peers(config: EngineConfig, precision: Precision) -> WeightPeers:
     """Returns the replicas of the settings; their modules are imported only here."""
     from serve.loading.disk_store import checkpoint_fingerprint
     from serve.weight_peers.peers import PeerSettings, WeightPeers
+    from transport import check_scheme
 
     used = "weights_from" if config.weights_from else "weights_listen"
     if not _packs_natively(precision):
