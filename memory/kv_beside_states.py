@@ -38,12 +38,10 @@ class _Ranges(NamedTuple):
 class KVBesideStates(PartitionedKV):
     """Implements `KVMemory` (kv_memory.py) over partitions of K/V and one memory of states."""
 
-    has_states = True
-
     def __init__(self, partitions: Sequence[KVManager], records: KVManager) -> None:
         """records: its only layer group is one of states, whose records are pages."""
         super().__init__(partitions)
-        self.records = records
+        self.records, self.state_interval = records, records.state_interval
         self._open: dict[int, _Ranges] = {}  # by the start of the K/V's range
         self._lacks_record: set[int] = set()  # the starts of ranges that could not grow
         # keys of both: a prefix is the same text in either memory

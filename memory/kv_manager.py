@@ -86,7 +86,7 @@ class KVManager:
         self._finder = PrefixFinder(layout, self.prefixes)
         self.match = self._finder.match
         self.num_shared_pages = self._finder.num_shared_pages
-        self.has_states = any(group.is_state for group in groups)
+        self.state_interval = next((g.tile_tokens for g in groups if g.is_state), None)
         self.ranges = _make_ranges(layout, num_ranges, first_start)
         numbers = range(len(layout.groups))
         self.space = AddressSpace(
@@ -233,7 +233,7 @@ class KVManager:
 
     def insert_prefix(self, target: Range, keys: Sequence[bytes], num_computed: int) -> None:
         self._finder.insert(target, keys, num_computed)
-        if self.has_states:  # the record before the current one is not read any more
+        if self.state_interval is not None:  # the record before this one is not read any more
             for part in [part for part in target.parts if part.group.is_state]:
                 self._release_behind(part, part.group.first_slot(num_computed))
             self._update_promise(target)

@@ -31,8 +31,8 @@ class KVMemory(Protocol):
     """Of the K/V, and of states in the same pool."""
 
     @property
-    def has_states(self) -> bool:
-        """Whether sequences have states, which a row changes."""
+    def state_interval(self) -> int | None:
+        """Tokens of a record of states, which each row changes; None if no layer has states."""
 
     # ---- sizes
 

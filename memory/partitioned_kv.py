@@ -27,7 +27,7 @@ class PartitionedKV:
     """Implements `KVMemory` (kv_memory.py) over partitions of one layout. The ranges of partition i
     begin at i * partition_tokens."""
 
-    has_states = False
+    state_interval: int | None = None
 
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         first = partitions[0]

@@ -61,7 +61,7 @@ class SegmentedKV:
         self._emptied: set[int] = set()  # lenders where a range was closed
         self._short_of: dict[int, int] = {}  # the holder that had too few pages, by that start
         self.page_bytes, self.token_bytes, self.layout = own.page_bytes, own.token_bytes, own.layout
-        self.page_end, self.has_states = own.page_end, own.has_states
+        self.page_end, self.state_interval = own.page_end, own.state_interval
         self.prefixes: PrefixState = own.prefixes
         self.index_tables: Callable[[], list[Collection[object]]] = own.index_tables
         self.num_shared_pages, self.map_seconds = own.num_shared_pages, own.map_seconds

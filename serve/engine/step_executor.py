@@ -56,7 +56,7 @@ class StepExecutor:
         self._on_finished = on_finished
         self._on_nodes_lost = on_nodes_lost
         self._clock = clock
-        self._has_states = scheduler.kv.has_states
+        self._has_states = scheduler.kv.state_interval is not None
         # Sequences of a step that failed -> the tokens they must have computed alone.
         self._suspects: dict[Sequence, int] = {}
         # When the previous step's tokens were there; None after a pause.

@@ -138,7 +138,7 @@ class CudaRunner:
         self._graphs: dict[StepShape, Work] = {}
         self._launched: deque[_Step] = deque(maxlen=_NUM_SLOTS)
         self._num_steps = 0
-        self._masks = MaskFiller(has_states=kv.has_states)
+        self._masks = MaskFiller(has_states=kv.state_interval is not None)
 
     # -- before the first step
 

@@ -263,7 +263,7 @@ class ModelRunner:
         self._states = states
         self._follower = follower
         self._num_steps = 0
-        self._masks = MaskFiller(has_states=kv.has_states)
+        self._masks = MaskFiller(has_states=kv.state_interval is not None)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:

@@ -77,8 +77,7 @@ class Speculation:
         self._model = model
         self._kv = kv
         self._most = most_tokens
-        states = [group.tile_tokens for group in kv.layout.groups if group.is_state]
-        self._interval = states[0] if states else None
+        self._interval = kv.state_interval
         self._acceptance = Acceptance(drafter.first_guesses)
         self._most_rows = 0  # of any step with drafts and no prompt
         self._beside = DraftsBesidePrompts(model)

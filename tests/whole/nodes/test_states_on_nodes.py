@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import random
 from contextlib import contextmanager
 
 import pytest
@@ -291,3 +292,44 @@ def test_drafts(partition, loses, tmp_path, monkeypatch):
         assert num_accepted(llm) > 100
         assert llm.stats().memory_nodes_lost == loses
     assert tokens == local_tokens(DELTA, VOCAB, growing)
+
+
+def test_no_draft_crosses_the_end_of_a_record(tmp_path):
+    """A record is kept when its interval is full. What is found of it later must be the state after
+    its last token, whatever rows of drafts a step had there."""
+    rng = random.Random(5)
+    greedy = SamplingParams(max_tokens=33, temperature=0.0, ignore_eos=True, logprobs=1)
+
+    def one(llm, prompt):
+        return llm.generate([{"prompt_token_ids": prompt}], greedy, use_tqdm=False)[0]
+
+    def random_prompt(length):
+        return [rng.randrange(2, VOCAB) for _ in range(length)]
+
+    prompts = [random_prompt(length) for length in range(34, 43)]
+    off = {"speculation": "off", "prefix_cache": False}
+    with LLM(str(checkpoint(*DELTA)), kv_cache_bytes=64 * MIB, **(SETTINGS | off)) as llm:
+        first = [one(llm, prompt) for prompt in prompts]
+        follow = [
+            [*prompt, *output.outputs[0].token_ids, 7, 9, 11]
+            for prompt, output in zip(prompts, first, strict=True)
+        ]
+        expected = [one(llm, prompt).outputs[0] for prompt in follow]
+    with (
+        nodes("inproc", 2, tmp_path) as urls,
+        engine(DELTA, urls, tmp_path, memory_partition="request", speculation="lookup") as llm,
+    ):
+        scheduler = llm._loaded.core._scheduler
+        given = [{"prompt_token_ids": prompt} for prompt in prompts]
+        draft_by_script(llm, answers_of(given, first), 1.0)
+        drafting = scheduler.drafting
+        for prompt, after, right in zip(prompts, follow, expected, strict=True):
+            scheduler.drafting = drafting
+            one(llm, prompt)
+            scheduler.drafting = None
+            for _ in range(3):
+                one(llm, random_prompt(9))  # in the ranges that the answer has left
+            found = one(llm, after).outputs[0]
+            assert found.token_ids == right.token_ids
+            assert found.cumulative_logprob == pytest.approx(right.cumulative_logprob, abs=1e-3)
+        assert num_accepted(llm) > 100 and llm.stats().prefix_hit_tokens >= 64 * len(prompts)
