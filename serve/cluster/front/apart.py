@@ -179,13 +179,7 @@ def decide(
     others: then the call is parted unless it would lose by it."""
     at = candidates[home]
     known = [(index, one) for index, one in enumerate(candidates) if one is not None]
-    pairs = [
-        (one, two)
-        for one in known
-        for two in known
-        if one[0] != two[0] and one[1].load.listens and two[1].load.pulls
-        if one[1].load.names == two[1].load.names
-    ]
+    pairs = _pairs(candidates)
     if at is None or not pairs:
         return stays(home, "no_peers")
     if num_tokens < MIN_TOKENS or at.num_new < MIN_TOKENS:
@@ -196,11 +190,13 @@ def decide(
     answers_s = {
         index: one.move_s(num_tokens) + one.answer_s(num_output - 1.0) for index, one in known
     }
-    firsts = _prefill_servers(known, num_prefill)
+    firsts = _prefill_servers(candidates, pairs, num_prefill)
+    allowed = [(one, two) for one, two in pairs if one in firsts and two not in firsts]
+    if not allowed:  # no roles are due, or none that these servers can have
+        firsts, allowed = set(), pairs
+    costs_s = {index: one.first_s() + one.harm_s() for index, one in known}
     apart_s, prefill, decode = min(
-        (one.first_s() + one.harm_s() + answers_s[other], index, other)
-        for (index, one), (other, _) in pairs
-        if not firsts or (index in firsts and other not in firsts)
+        (costs_s[one] + answers_s[two], one, two) for one, two in allowed
     )
     gain = -LOSS if firsts else GAIN
     if apart_s < (1.0 - gain) * together_s:
@@ -208,11 +204,39 @@ def decide(
     return Decision(home, None, together_s, apart_s, "does_not_pay")
 
 
-def _prefill_servers(known: Sequence[tuple[int, Candidate]], count: int) -> set[int]:
-    """Returns the servers that compute prompts for the others: those with the fewest streams, which
-    are those that did so up to now."""
-    order = sorted(known, key=lambda one: (one[1].num_streams, -one[1].prompt_share))
-    return {index for index, _ in order[: min(count, len(known) - 1)]}
+def role_counts(candidates: Sequence[Candidate | None]) -> range:
+    """Returns how many of these servers can compute prompts for all the others: others must pull
+    from each of them, and all the rest must pull from one."""
+    pairs = _pairs(candidates)
+    firsts, seconds = ({pair[part] for pair in pairs} for part in (0, 1))
+    return range(max(1, len(candidates) - len(seconds)), min(len(firsts), len(candidates) - 1) + 1)
+
+
+def _pairs(candidates: Sequence[Candidate | None]) -> list[tuple[int, int]]:
+    """Returns the pairs of servers of which the second one can pull from the first one."""
+    known = [(index, one.load) for index, one in enumerate(candidates) if one is not None]
+    return [
+        (index, other)
+        for index, one in known
+        for other, two in known
+        if index != other and one.listens and two.pulls and one.names == two.names
+    ]
+
+
+def _prefill_servers(
+    candidates: Sequence[Candidate | None], pairs: Sequence[tuple[int, int]], count: int
+) -> set[int]:
+    """Returns the servers that compute prompts for the others, among those from which others pull:
+    first those that pull from none, then those with the fewest streams, which are those that did so
+    up to now."""
+    seconds = {two for _, two in pairs}
+
+    def rank(index: int) -> tuple[bool, int, float, int]:
+        one = candidates[index]
+        assert one is not None
+        return index in seconds, one.num_streams, -one.prompt_share, index
+
+    return set(sorted({one for one, _ in pairs}, key=rank)[:count])
 
 
 def next_server(

@@ -11,7 +11,14 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.apart import Candidate, Decision, decide, next_server, stays
+from serve.cluster.front.apart import (
+    Candidate,
+    Decision,
+    decide,
+    next_server,
+    role_counts,
+    stays,
+)
 from serve.cluster.front.prompt import Lengths, Prompt
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
@@ -115,7 +122,8 @@ class Parting:
         if len(known) == len(candidates) > 1 and self.traffic.rate:
             loads = [one.load for one in known]
             handover_s = min(one.handover_s for one in known)
-            self.num_prefill = num_prefill(loads, self.traffic, handover_s, before)
+            counts = role_counts(candidates)
+            self.num_prefill = num_prefill(loads, self.traffic, handover_s, before, counts)
         if self.num_prefill != before:
             logger.info("%d servers compute prompts for the others", self.num_prefill)
 

@@ -9,7 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from serve.cluster.front.apart import Candidate, Decision, ServerLoad, decide, next_server
+from serve.cluster.front.apart import (
+    Candidate,
+    Decision,
+    ServerLoad,
+    decide,
+    next_server,
+    role_counts,
+)
 from serve.cluster.front.prompt import Lengths, Prompt
 from serve.cluster.front.replicas import Replica
 
@@ -111,6 +118,40 @@ def test_the_server_that_decodes_is_chosen_again_after_the_prompt() -> None:
     assert next_server([None, busy], 1, 1024.0, 128.0) is None
     assert next_server([server(8, names="b"), busy], 1, 1024.0, 128.0) is None
     assert next_server([server(8, pulls=False), busy], 1, 1024.0, 128.0) is None
+
+
+LISTENS: dict[str, Any] = {"listens": True, "pulls": False}
+PULLS: dict[str, Any] = {"listens": False, "pulls": True}
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1, 2, 5])
+@pytest.mark.parametrize("home", [0, 1])
+def test_a_busy_server_that_pulls_from_none_computes_the_prompts(
+    num_prefill: int, home: int
+) -> None:
+    """The one with the fewest streams cannot: nothing pulls from it. There is still one pair."""
+    for second in (PULLS, {}):
+        servers = server(5, 0.6, **LISTENS), server(0, **second)
+        found = decide(servers, home, 1024.0, 2048.0, num_prefill)
+        assert found.apart_s < math.inf and found.decode in (None, 1)
+    found = decide(servers, 0, 1024.0, 2048.0, num_prefill)
+    assert (found.prefill, found.decode) == (0, 1)
+
+
+def test_of_three_servers_that_which_pulls_from_none_has_the_role() -> None:
+    servers = server(2, **LISTENS), server(0, share=0.6), server(1)
+    found = decide(servers, 1, 1024.0, 2048.0, 1)
+    assert (found.prefill, found.decode) == (0, 2)
+
+
+def test_how_many_servers_can_compute_prompts_for_the_others() -> None:
+    both, listens, pulls = server(), server(**LISTENS), server(**PULLS)
+    assert [*role_counts([both, both, both])] == [1, 2]
+    assert [*role_counts([listens, both, both])] == [1, 2]
+    assert [*role_counts([listens, listens, pulls])] == [2]
+    assert [*role_counts([listens, pulls, pulls])] == [1]
+    assert [*role_counts([listens, listens])] == [*role_counts([pulls, pulls])] == []
+    assert [*role_counts([listens, pulls, None])] == []
 
 
 def test_times_between_the_known_lengths() -> None:

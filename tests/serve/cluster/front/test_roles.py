@@ -37,6 +37,13 @@ def test_long_answers_after_long_prompts_pay_for_roles() -> None:
     assert chosen(1.0, 1024, 512) == 1
 
 
+def test_roles_are_those_that_the_servers_can_have() -> None:
+    found = traffic(1.0, 1024, 512)
+    assert num_prefill([LOAD] * 2, found, 0.03, 0, range(1, 2)) == 1
+    assert num_prefill([LOAD] * 2, found, 0.03, 0, []) == 0
+    assert num_prefill([LOAD] * 4, traffic(2.0, 1024, 512), 0.03, 0, [2]) == 2
+
+
 def test_one_server_cannot_compute_the_prompts_of_two() -> None:
     assert chosen(2.0, 1024, 32) == 0
     assert apart_seconds([LOAD] * 2, traffic(2.0, 1024, 32), 0.03, 1) == math.inf
