@@ -36,8 +36,8 @@ class ServerLoad:
     num_streams: the sequences that decode. slowdown, next_slowdown: of prompts beside them, and
     beside one more. prompt_s: what steps have taken for prompts since its start. steps: (streams,
     seconds of their step). prompts: (tokens, seconds to compute them alone, seconds to pull them).
-    names: the same for servers whose pages have the same names. listens: others may
-    pull from it. pulls: it is connected to one that does.
+    engine: its id, drawn at its start. listens: others may pull from it. pulls_from: the ids of the
+    engines to which it is connected; engines connect only if their pages have the same names.
     """
 
     num_streams: int
@@ -46,9 +46,9 @@ class ServerLoad:
     prompt_s: float
     steps: tuple[tuple[int, float], ...]
     prompts: tuple[tuple[int, float, float], ...]
-    names: str
+    engine: str
     listens: bool
-    pulls: bool
+    pulls_from: frozenset[str]
 
     @classmethod
     def read(cls, text: str) -> ServerLoad | None:
@@ -65,15 +65,19 @@ class ServerLoad:
                 float(value["prompt_s"]),
                 tuple((int(n), float(seconds)) for n, seconds in value["steps"]),
                 tuple(sorted(prompts)),
-                str(value["names"]),
+                str(value["engine"]),
                 bool(value["listens"]),
-                bool(value["pulls"]),
+                frozenset(str(one) for one in value["pulls_from"]),
             )
         except (ValueError, TypeError, KeyError):
             return None
         sizes = [n for n, *_ in found.prompts], [n for n, _ in found.steps]
         are_right = all(one == sorted(set(one)) and min(one, default=1) > 0 for one in sizes)
-        return found if are_right and found.names != "None" else None
+        return found if are_right and found.engine else None
+
+    def can_pull_from(self, other: ServerLoad) -> bool:
+        """Whether it is connected to the other one, which listens."""
+        return other.listens and other.engine in self.pulls_from
 
     @property
     def has_learned(self) -> bool:
@@ -219,7 +223,7 @@ def _pairs(candidates: Sequence[Candidate | None]) -> list[tuple[int, int]]:
         (index, other)
         for index, one in known
         for other, two in known
-        if index != other and one.listens and two.pulls and one.names == two.names
+        if index != other and two.can_pull_from(one)
     ]
 
 
@@ -254,8 +258,7 @@ def next_server(
     costs = [
         (one.move_s(num_tokens) + one.answer_s(num_output), index)
         for index, one in enumerate(candidates)
-        if index != at and one is not None and one.load.pulls
-        if one.load.names == here.load.names
+        if index != at and one is not None and one.load.can_pull_from(here.load)
     ]
     best_s, best = min(costs, default=(math.inf, at))
     gain = -LOSS if num_prefill else GAIN

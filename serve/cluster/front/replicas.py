@@ -64,8 +64,10 @@ class Replica:
             return
         self.num_others = max(0, load.num_streams - self.num_streams)
         if before is not None and load.prompt_s >= before.prompt_s and seconds > 0.0:
-            share = min(1.0, (load.prompt_s - before.prompt_s) / seconds)
-            self.prompt_share += min(1.0, seconds / _SHARE_S) * (share - self.prompt_share)
+            # of one check it may exceed 1, since prompt_s is rounded: only the mean is limited
+            share = (load.prompt_s - before.prompt_s) / seconds
+            mean = self.prompt_share + min(1.0, seconds / _SHARE_S) * (share - self.prompt_share)
+            self.prompt_share = min(1.0, mean)
 
     def note_handover(self, seconds: float, num_tokens: float) -> None:
         """Learns from a hand-over to this replica, from the last token there to the first here."""

@@ -28,9 +28,9 @@ LOAD: dict[str, Any] = {
     "next_slowdown": 1.5,
     "prompt_s": 0.0,
     "prompts": [[64, 0.15, 0.01], [256, 0.6, 0.03], [1024, 2.4, 0.1]],
-    "names": "a",
+    "engine": "a",
     "listens": True,
-    "pulls": True,
+    "pulls_from": ["a"],
 }
 
 
@@ -97,8 +97,8 @@ def test_a_short_answer_does_not_pay_for_its_hand_over() -> None:
     ("servers", "reason"),
     [
         ((server(8), None), "no_peers"),
-        ((server(8), server(names="b", share=0.6)), "no_peers"),
-        ((server(8, pulls=False), server(pulls=False, share=0.6)), "no_peers"),
+        ((server(8), server(engine="b", pulls_from=["c"], share=0.6)), "no_peers"),
+        ((server(8, pulls_from=[]), server(pulls_from=[], share=0.6)), "no_peers"),
         ((server(8, listens=False), server(listens=False, share=0.6)), "no_peers"),
         ((server(8, new=100.0), server(share=0.6)), "short"),
         ((server(8), server(steps=[[1, 0.0]], share=0.6)), "unlearned"),
@@ -116,12 +116,12 @@ def test_the_server_that_decodes_is_chosen_again_after_the_prompt() -> None:
     assert next_server([server(8), busy], 1, 1024.0, 128.0) == 0
     assert next_server([server(8, share=0.6), server(0)], 1, 1024.0, 128.0) is None
     assert next_server([None, busy], 1, 1024.0, 128.0) is None
-    assert next_server([server(8, names="b"), busy], 1, 1024.0, 128.0) is None
-    assert next_server([server(8, pulls=False), busy], 1, 1024.0, 128.0) is None
+    assert next_server([server(8, pulls_from=["b"]), busy], 1, 1024.0, 128.0) is None
+    assert next_server([server(8, pulls_from=[]), busy], 1, 1024.0, 128.0) is None
 
 
-LISTENS: dict[str, Any] = {"listens": True, "pulls": False}
-PULLS: dict[str, Any] = {"listens": False, "pulls": True}
+LISTENS: dict[str, Any] = {"listens": True, "pulls_from": []}
+PULLS: dict[str, Any] = {"listens": False}
 
 
 @pytest.mark.parametrize("num_prefill", [0, 1, 2, 5])
@@ -154,6 +154,17 @@ def test_how_many_servers_can_compute_prompts_for_the_others() -> None:
     assert [*role_counts([listens, pulls, None])] == []
 
 
+def test_only_connected_servers_share_calls() -> None:
+    """A server that is connected to a third one cannot pull from the second."""
+    one = server(8, engine="a", pulls_from=["b"])
+    two = server(0, share=0.6, engine="b", pulls_from=["c"])
+    assert parted(one, two)[:2] == (1, 0) and parted(one, two, home=1)[:2] == (1, 0)
+    assert next_server([one, two], 1, 1024.0, 128.0) == 0
+    assert next_server([two, one], 1, 1024.0, 128.0) is None
+    stranger = replace(one, load=load(num_streams=8, engine="a", pulls_from=["d"]))
+    assert parted(stranger, two).reason == "no_peers"
+
+
 def test_times_between_the_known_lengths() -> None:
     one = load()
     assert one.prefill_s(1024) == pytest.approx(2.4) and one.prefill_s(640) == pytest.approx(1.5)
@@ -173,8 +184,9 @@ def test_times_between_the_known_lengths() -> None:
         orjson.dumps(LOAD | {"prompts": 1}).decode(),
         orjson.dumps(LOAD | {"steps": [[2, 1.0], [1, 1.0]]}).decode(),
         orjson.dumps(LOAD | {"prompts": [[0, 1.0, 1.0]]}).decode(),
-        orjson.dumps(LOAD | {"names": None}).decode(),
-        orjson.dumps(LOAD | {"names": "x" * 5000}).decode(),
+        orjson.dumps(LOAD | {"engine": ""}).decode(),
+        orjson.dumps(LOAD | {"engine": "x" * 5000}).decode(),
+        orjson.dumps(LOAD | {"pulls_from": 1}).decode(),
     ],
 )
 def test_headers_of_other_servers_say_nothing(text: str) -> None:
@@ -189,6 +201,10 @@ def test_the_share_of_prompts_and_of_other_streams() -> None:
     for second in range(1, 40):
         replica.note_load(load(prompt_s=0.7 * second), 1.0)
     assert replica.prompt_share == pytest.approx(0.7, rel=0.05)
+    for check in range(200):  # as exact as the header is
+        replica.note_load(load(prompt_s=round(27.3 + 0.13 * check, 1)), 0.2)
+    assert replica.prompt_share == pytest.approx(0.66, abs=0.05)
+    replica.prompt_share = 0.7
     replica.note_load(load(prompt_s=0.0), 1.0)  # it has been started again
     assert replica.prompt_share == pytest.approx(0.7, rel=0.05)
     replica.note_load(None, 1.0)

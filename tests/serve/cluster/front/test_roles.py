@@ -17,7 +17,7 @@ from serve.cluster.front.roles import (
 # a step of 9 ms and 0.6 ms more for each stream; 0.7 ms a token of a prompt
 STEPS = ((1, 0.009), (16, 0.018), (64, 0.047))
 PROMPTS = ((64, 0.045, 0.001), (1024, 0.72, 0.02))
-LOAD = ServerLoad(0, 1.0, 1.3, 0.0, STEPS, PROMPTS, "a", listens=True, pulls=True)
+LOAD = ServerLoad(0, 1.0, 1.3, 0.0, STEPS, PROMPTS, "a", listens=True, pulls_from=frozenset("a"))
 
 
 def traffic(rate: float, tokens: float, output: float) -> Traffic:
