@@ -152,9 +152,12 @@ class Decision(NamedTuple):
             return f"a prompt is computed where it is decoded: {_WHY[self.reason]}"
         what = f"a prompt of about {num_tokens:.0f} tokens"
         sums = f"{self.apart_s:.2f} s at two servers, {self.together_s:.2f} s at one"
+        saves = self.apart_s < self.together_s
         if self.decode is not None:
-            return f"{what} is computed apart from its answer: {sums}"
-        return f"{what} is computed where it is decoded, since parting does not pay: {sums}"
+            why = "" if saves else ", since that serves the calls of late best"
+            return f"{what} is computed apart from its answer{why}: {sums}"
+        why = f"would save less than {GAIN:.0%}" if saves else "does not pay"
+        return f"{what} is computed where it is decoded, since parting {why}: {sums}"
 
 
 _WHY = {

@@ -27,6 +27,7 @@ from serve.cluster.front.roles import Traffic, num_prefill
 logger = logging.getLogger(__name__)
 
 _RECONSIDERED_S = 1.0
+_FAILED_S = 5.0  # what a hand-over is taken to last that comes to nothing
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 # what the first server need not do for its one token
 _LEFT_OUT = (
@@ -158,6 +159,15 @@ class Parting:
         self.counts.handover_s += seconds
         waited_s = min(seconds, choice.queue_s)
         choice.replica.note_handover(seconds - waited_s, self.lengths.of_prompt(prompt))
+
+    def not_moved(self, prompt: Prompt, first: Replica, second: Replica, code: str | None) -> None:
+        """Notes that `second` did not go on where `first` had computed the prompt. code: that of
+        its refusal."""
+        second.note_handover(_FAILED_S, self.lengths.of_prompt(prompt))
+        if code == "continuation_differs":
+            logger.warning("%s cannot go on with answers of %s", second.url, first.url)
+            second.bar(first)
+            first.bar(second)
 
 
 def prefill_body(body: bytes) -> bytes:

@@ -70,6 +70,16 @@ def test_streams_are_left_alone_where_another_server_has_none() -> None:
     assert "apart from its answer" in found.sentence(1024.0)
 
 
+def test_sentences_do_not_contradict_their_sums() -> None:
+    reason = "does_not_pay"
+    assert "parting would save less than 25%: 6.17 s at two servers, 6.98 s at one" in (
+        Decision(0, None, 6.98, 6.17, reason).sentence(512.0)
+    )
+    assert "parting does not pay: 7.17 s" in Decision(0, None, 6.98, 7.17, reason).sentence(512.0)
+    assert "its answer: 4.17 s at two servers" in Decision(0, 1, 6.98, 4.17, "").sentence(512.0)
+    assert "serves the calls of late best: 7.17 s" in Decision(0, 1, 6.98, 7.17, "").sentence(512.0)
+
+
 def test_roles_follow_load() -> None:
     """The same two servers change places when their loads do."""
     one, two = server(8), server(0, share=0.6)
