@@ -155,7 +155,7 @@ async def _until_peers(session: aiohttp.ClientSession, urls: list[str]) -> None:
         for _ in range(300):
             async with session.get(url + "/ready", headers=JOURNAL) as response:
                 load = orjson.loads(response.headers.get(LOAD_HEADER, "{}"))
-            if load.get("pulls"):
+            if load.get("pulls_from"):
                 break
             await asyncio.sleep(0.1)
         else:

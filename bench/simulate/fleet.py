@@ -186,10 +186,10 @@ class FleetSimulation:
             replica.sent_s = 0.0
             replica.num_checks += 1
             if self._way == "auto":
-                replica.note_load(self._load(scheduler), CHECK_S)
+                replica.note_load(self._load(scheduler, replica.url), CHECK_S)
         self._at(now_s + CHECK_S, self._check)
 
-    def _load(self, scheduler: Scheduler) -> ServerLoad:
+    def _load(self, scheduler: Scheduler, url: str) -> ServerLoad:
         found = forecast_load(scheduler, 0.0)
         prompts = tuple((n, s, n * self._hand_over.token_s) for n, s, _ in found.prompts)
         return ServerLoad(
@@ -199,9 +199,9 @@ class FleetSimulation:
             found.prompt_s,
             found.steps,
             prompts,
-            "",
+            url,
             listens=True,
-            pulls=True,
+            pulls_from=frozenset(other.url for other in self._of if other.url != url),
         )
 
     # ---- calls

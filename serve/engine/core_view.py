@@ -91,10 +91,9 @@ class CoreView:
         return forecast_load(self._scheduler, self.predicted_queue_s())
 
     @property
-    def names_tag(self) -> str | None:
-        """What engines have in common whose prefix caches give pages the same names; None without
-        a prefix cache."""
-        return self._scheduler.prefixes.tag
+    def has_prefix_cache(self) -> bool:
+        """Whether pages have names."""
+        return self._scheduler.prefixes.tag is not None
 
     def kept(self) -> dict[str, Kept]:
         """Returns what the core keeps between requests, by name: exact sizes of what is counted in

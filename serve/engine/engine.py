@@ -328,21 +328,23 @@ class Engine:
         return self.loaded.core.view.forecast(asked, num_cached)
 
     def load_report(self) -> dict[str, Any] | None:
-        """Returns what a hop must know to part prompts from decoding: the forecast of the load and
-        whether K/V can be pulled from here and to here. None if it cannot. Any thread may call
-        it."""
-        peers = self.stats().kv_peers
-        if peers is None:
+        """Returns what a hop must know to part prompts from decoding: the forecast of the load,
+        whether K/V can be pulled from here, and the ids of the engines from which it can be pulled
+        to here. None if it cannot. Anybody may read it, so it has nothing that
+        follows from a key. Any thread may call it."""
+        peers, view = self.stats().kv_peers, self.loaded.core.view
+        if peers is None or not view.has_prefix_cache:
             return None
-        view, pulls = self.loaded.core.view, peers.pulls.values()
+        pulls, ids = peers.pulls.values(), self.loaded.peer_ids
         page_s = sum(p.seconds for p in pulls) / max(1, sum(p.pulled for p in pulls))
         forecast = view.forecast_load()
         prompts = [(tokens, s, pages * page_s) for tokens, s, pages in forecast.prompts]
         return forecast._asdict() | {
+            "prompt_s": round(forecast.prompt_s, 1),
             "prompts": prompts,
-            "names": view.names_tag,
+            "engine": peers.engine_id,
             "listens": peers.url is not None,
-            "pulls": any(pull.is_connected for pull in pulls),
+            "pulls_from": [ids[url] for url in list(ids) if peers.pulls[url].is_connected],
         }
 
     def num_cached_tokens(self, request: Request) -> int:

@@ -10,9 +10,9 @@ import functools
 import logging
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -77,6 +77,7 @@ class LoadedEngine:
     precision: Precision | None = None
     kv: KVMemory | None = None
     use_peer: Callable[[str], None] | None = None
+    peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
@@ -192,6 +193,7 @@ def _load(
         runtime.precision,
         runtime.kv,
         use_peer=runtime.use_peer,
+        peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from memory.kv_manager import KVManager
@@ -32,17 +32,20 @@ _MAX_PEERS = 16
 _CONNECT_S = 2.0
 _PAGES_IN_WINDOW = 8  # a message is at most a quarter of a window
 _MIN_WINDOW_BYTES, _SYSTEM_PAGE_BYTES = 4 << 20, 4096
+_ID_CHARS = 64  # of an engine's id, at most
 _DIGITS = 32  # of the checkpoint's fingerprint, which peers compare
 
 
 @dataclass(frozen=True, slots=True)
 class Peers:
     """store: pulls pages. secret: that of page keys, which all engines of this key, model and
-    layout have. names: those of this engine's sequences, if peers can ask for them."""
+    layout have. names: those of this engine's sequences, if peers can ask for them. engine_ids:
+    by the address in kv_peers, of the engines that have answered there."""
 
     store: PeerStore
     secret: bytes
     names: SequenceNames | None
+    engine_ids: Mapping[str, str]
 
 
 def open_peers(
@@ -94,7 +97,8 @@ def _open(
         names = SequenceNames(kv.page_end)
         listener = _listen(config.kv_listen, key, info)
         server = PageServer(listener, identity, source, checksums, kv.page_bytes, names)
-    connect_to = _connector(key, info, kv.page_bytes)
+    engine_ids: dict[str, str] = {}
+    connect_to = _noting_ids(_connector(key, info, kv.page_bytes), config.kv_peers, engine_ids)
     page_bytes = kv.page_bytes
 
     def make_link(url: str, copies: PageCopies | None = None) -> PeerLink:
@@ -105,7 +109,7 @@ def _open(
     store = PeerStore(links, below, server, make_link=named, engine_id=engine_id, copies=copies)
     kv.prefixes.question.ask_store = store.ask
     kv.prefixes.question.is_coming = store.is_coming
-    return Peers(store, secret, names)
+    return Peers(store, secret, names, engine_ids)
 
 
 def _copies(config: EngineConfig, page_bytes: int) -> PageCopies | None:
@@ -135,6 +139,19 @@ def _identity(config: EngineConfig, layout: Mapping[str, str]) -> dict[str, str]
 def _folded(key: bytes) -> bytes:
     """Returns the key in a length that the hash takes."""
     return hashlib.sha256(key).digest()
+
+
+def _noting_ids(connect_to: Connect, urls: Collection[str], engine_ids: dict[str, str]) -> Connect:
+    """Returns what connects and notes the ids that the engines at these addresses say they have.
+    Addresses that requests name are not noted: there is no end of them."""
+
+    def connect_and_note(url: str) -> Endpoint:
+        endpoint = connect_to(url)
+        if url in urls:
+            engine_ids[url] = str(endpoint.peer.info.get("engine", ""))[:_ID_CHARS]
+        return endpoint
+
+    return connect_and_note
 
 
 def _connector(key: bytes, info: Mapping[str, object], page_bytes: int) -> Connect:

@@ -7,8 +7,8 @@ it.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypedDict
 
 from memory.attention.chunked import ChunkedAttention
@@ -69,6 +69,7 @@ class Runtime:
     runner: Runner | None = None  # set on devices with a runner of their own
     use_peer: Callable[[str], None] | None = None  # pulls K/V from the engine at an address, too
     names: SequenceNames | None = None  # those of pages of its sequences, for peers
+    peer_ids: Mapping[str, str] = field(default_factory=dict)  # ids of engines in kv_peers
     weight_peers: WeightPeers | None = None
 
 
@@ -78,6 +79,7 @@ class _Stores(TypedDict, total=False):
     prefix_secret: bytes
     use_peer: Callable[[str], None]
     names: SequenceNames | None
+    peer_ids: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -292,6 +294,7 @@ def _use_stores(
         peers = open_peers(config, identity, kv, memory.page_address, store)
         store, found["prefix_secret"] = peers.store, peers.secret
         found["use_peer"], found["names"] = peers.store.use_peer, peers.names
+        found["peer_ids"] = peers.engine_ids
     if store is not None:
         writes = config.kv_cache_dir is not None
         kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, writes=writes)

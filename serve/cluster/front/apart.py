@@ -36,8 +36,8 @@ class ServerLoad:
     num_streams: the sequences that decode. slowdown, next_slowdown: of prompts beside them, and
     beside one more. prompt_s: what steps have taken for prompts since its start. steps: (streams,
     seconds of their step). prompts: (tokens, seconds to compute them alone, seconds to pull them).
-    names: the same for servers whose pages have the same names. listens: others may
-    pull from it. pulls: it is connected to one that does.
+    engine: its id, drawn at its start. listens: others may pull from it. pulls_from: the ids of the
+    engines to which it is connected; engines connect only if their pages have the same names.
     """
 
     num_streams: int
@@ -46,9 +46,9 @@ class ServerLoad:
     prompt_s: float
     steps: tuple[tuple[int, float], ...]
     prompts: tuple[tuple[int, float, float], ...]
-    names: str
+    engine: str
     listens: bool
-    pulls: bool
+    pulls_from: frozenset[str]
 
     @classmethod
     def read(cls, text: str) -> ServerLoad | None:
@@ -65,15 +65,19 @@ class ServerLoad:
                 float(value["prompt_s"]),
                 tuple((int(n), float(seconds)) for n, seconds in value["steps"]),
                 tuple(sorted(prompts)),
-                str(value["names"]),
+                str(value["engine"]),
                 bool(value["listens"]),
-                bool(value["pulls"]),
+                frozenset(str(one) for one in value["pulls_from"]),
             )
         except (ValueError, TypeError, KeyError):
             return None
         sizes = [n for n, *_ in found.prompts], [n for n, _ in found.steps]
         are_right = all(one == sorted(set(one)) and min(one, default=1) > 0 for one in sizes)
-        return found if are_right and found.names != "None" else None
+        return found if are_right and found.engine else None
+
+    def can_pull_from(self, other: ServerLoad) -> bool:
+        """Whether it is connected to the other one, which listens."""
+        return other.listens and other.engine in self.pulls_from
 
     @property
     def has_learned(self) -> bool:
@@ -148,9 +152,12 @@ class Decision(NamedTuple):
             return f"a prompt is computed where it is decoded: {_WHY[self.reason]}"
         what = f"a prompt of about {num_tokens:.0f} tokens"
         sums = f"{self.apart_s:.2f} s at two servers, {self.together_s:.2f} s at one"
+        saves = self.apart_s < self.together_s
         if self.decode is not None:
-            return f"{what} is computed apart from its answer: {sums}"
-        return f"{what} is computed where it is decoded, since parting does not pay: {sums}"
+            why = "" if saves else ", since that serves the calls of late best"
+            return f"{what} is computed apart from its answer{why}: {sums}"
+        why = f"would save less than {GAIN:.0%}" if saves else "does not pay"
+        return f"{what} is computed where it is decoded, since parting {why}: {sums}"
 
 
 _WHY = {
@@ -179,13 +186,7 @@ def decide(
     others: then the call is parted unless it would lose by it."""
     at = candidates[home]
     known = [(index, one) for index, one in enumerate(candidates) if one is not None]
-    pairs = [
-        (one, two)
-        for one in known
-        for two in known
-        if one[0] != two[0] and one[1].load.listens and two[1].load.pulls
-        if one[1].load.names == two[1].load.names
-    ]
+    pairs = _pairs(candidates)
     if at is None or not pairs:
         return stays(home, "no_peers")
     if num_tokens < MIN_TOKENS or at.num_new < MIN_TOKENS:
@@ -196,11 +197,13 @@ def decide(
     answers_s = {
         index: one.move_s(num_tokens) + one.answer_s(num_output - 1.0) for index, one in known
     }
-    firsts = _prefill_servers(known, num_prefill)
+    firsts = _prefill_servers(candidates, pairs, num_prefill)
+    allowed = [(one, two) for one, two in pairs if one in firsts and two not in firsts]
+    if not allowed:  # no roles are due, or none that these servers can have
+        firsts, allowed = set(), pairs
+    costs_s = {index: one.first_s() + one.harm_s() for index, one in known}
     apart_s, prefill, decode = min(
-        (one.first_s() + one.harm_s() + answers_s[other], index, other)
-        for (index, one), (other, _) in pairs
-        if not firsts or (index in firsts and other not in firsts)
+        (costs_s[one] + answers_s[two], one, two) for one, two in allowed
     )
     gain = -LOSS if firsts else GAIN
     if apart_s < (1.0 - gain) * together_s:
@@ -208,11 +211,39 @@ def decide(
     return Decision(home, None, together_s, apart_s, "does_not_pay")
 
 
-def _prefill_servers(known: Sequence[tuple[int, Candidate]], count: int) -> set[int]:
-    """Returns the servers that compute prompts for the others: those with the fewest streams, which
-    are those that did so up to now."""
-    order = sorted(known, key=lambda one: (one[1].num_streams, -one[1].prompt_share))
-    return {index for index, _ in order[: min(count, len(known) - 1)]}
+def role_counts(candidates: Sequence[Candidate | None]) -> range:
+    """Returns how many of these servers can compute prompts for all the others: others must pull
+    from each of them, and all the rest must pull from one."""
+    pairs = _pairs(candidates)
+    firsts, seconds = ({pair[part] for pair in pairs} for part in (0, 1))
+    return range(max(1, len(candidates) - len(seconds)), min(len(firsts), len(candidates) - 1) + 1)
+
+
+def _pairs(candidates: Sequence[Candidate | None]) -> list[tuple[int, int]]:
+    """Returns the pairs of servers of which the second one can pull from the first one."""
+    known = [(index, one.load) for index, one in enumerate(candidates) if one is not None]
+    return [
+        (index, other)
+        for index, one in known
+        for other, two in known
+        if index != other and two.can_pull_from(one)
+    ]
+
+
+def _prefill_servers(
+    candidates: Sequence[Candidate | None], pairs: Sequence[tuple[int, int]], count: int
+) -> set[int]:
+    """Returns the servers that compute prompts for the others, among those from which others pull:
+    first those that pull from none, then those with the fewest streams, which are those that did so
+    up to now."""
+    seconds = {two for _, two in pairs}
+
+    def rank(index: int) -> tuple[bool, int, float, int]:
+        one = candidates[index]
+        assert one is not None
+        return index in seconds, one.num_streams, -one.prompt_share, index
+
+    return set(sorted({one for one, _ in pairs}, key=rank)[:count])
 
 
 def next_server(
@@ -230,8 +261,7 @@ def next_server(
     costs = [
         (one.move_s(num_tokens) + one.answer_s(num_output), index)
         for index, one in enumerate(candidates)
-        if index != at and one is not None and one.load.pulls
-        if one.load.names == here.load.names
+        if index != at and one is not None and one.load.can_pull_from(here.load)
     ]
     best_s, best = min(costs, default=(math.inf, at))
     gain = -LOSS if num_prefill else GAIN

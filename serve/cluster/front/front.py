@@ -18,7 +18,7 @@ from serve.cluster.front.metrics import metrics_text
 from serve.cluster.front.parting import Parting
 from serve.cluster.front.proxy import Proxy, UpstreamLostError
 from serve.cluster.front.relay import NoReplicaError, Relay, RelayCounts
-from serve.cluster.front.replicas import ROUTING, Replica, ReplicaSet
+from serve.cluster.front.replicas import JOURNAL, ROUTING, Replica, ReplicaSet
 from serve.errors import ConfigError, drop_frames
 from serve.http.anthropic.errors import anthropic_error
 from serve.http.edge.access import HostCheck
@@ -228,7 +228,13 @@ class Front:
     ) -> web.StreamResponse:
         assert self._proxy is not None
         return await self._proxy.forward(
-            request, replica.url, body, more={}, answer_headers={}, last_event=bytes
+            request,
+            replica.url,
+            body,
+            more={},
+            answer_headers={},
+            last_event=bytes,
+            left_out=frozenset(JOURNAL),  # what servers tell the hop is not for its clients
         )
 
     async def _has(self, replica: Replica, request: web.BaseRequest) -> bool:

@@ -11,7 +11,14 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.apart import Candidate, Decision, decide, next_server, stays
+from serve.cluster.front.apart import (
+    Candidate,
+    Decision,
+    decide,
+    next_server,
+    role_counts,
+    stays,
+)
 from serve.cluster.front.prompt import Lengths, Prompt
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
@@ -20,6 +27,7 @@ from serve.cluster.front.roles import Traffic, num_prefill
 logger = logging.getLogger(__name__)
 
 _RECONSIDERED_S = 1.0
+_FAILED_S = 5.0  # what a hand-over is taken to last that comes to nothing
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 # what the first server need not do for its one token
 _LEFT_OUT = (
@@ -115,7 +123,8 @@ class Parting:
         if len(known) == len(candidates) > 1 and self.traffic.rate:
             loads = [one.load for one in known]
             handover_s = min(one.handover_s for one in known)
-            self.num_prefill = num_prefill(loads, self.traffic, handover_s, before)
+            counts = role_counts(candidates)
+            self.num_prefill = num_prefill(loads, self.traffic, handover_s, before, counts)
         if self.num_prefill != before:
             logger.info("%d servers compute prompts for the others", self.num_prefill)
 
@@ -150,6 +159,15 @@ class Parting:
         self.counts.handover_s += seconds
         waited_s = min(seconds, choice.queue_s)
         choice.replica.note_handover(seconds - waited_s, self.lengths.of_prompt(prompt))
+
+    def not_moved(self, prompt: Prompt, first: Replica, second: Replica, code: str | None) -> None:
+        """Notes that `second` did not go on where `first` had computed the prompt. code: that of
+        its refusal."""
+        second.note_handover(_FAILED_S, self.lengths.of_prompt(prompt))
+        if code == "continuation_differs":
+            logger.warning("%s cannot go on with answers of %s", second.url, first.url)
+            second.bar(first)
+            first.bar(second)
 
 
 def prefill_body(body: bytes) -> bytes:

@@ -76,6 +76,21 @@ def _most(value: dict[str, Any]) -> int | None:
     return min(given) * (number if type(number) is int else 1) if given else None
 
 
+def read_usage(body: bytes) -> tuple[int, int]:
+    """Returns the tokens of the prompt and of the answer that an answer says it has; 0 where it
+    says nothing."""
+    try:
+        usage = orjson.loads(body)["usage"]
+        prompt = usage.get("prompt_tokens", usage.get("input_tokens"))
+        cached = usage.get("cache_read_input_tokens", 0)  # not among the input_tokens then
+        output = usage.get("completion_tokens", usage.get("output_tokens"))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return 0, 0
+    if not all(type(number) is int and number >= 0 for number in (prompt, cached, output)):
+        return 0, 0  # embeddings have no answer
+    return prompt + cached, output
+
+
 @dataclass(slots=True)
 class Lengths:
     """What was learned of lengths: tokens of a byte, and tokens of an answer."""

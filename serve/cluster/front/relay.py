@@ -7,7 +7,6 @@ import logging
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import aiohttp
 import orjson
@@ -15,24 +14,24 @@ from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
 from serve.cluster.front.parting import Parting, compute_prompt
-from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt
+from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
+from serve.cluster.front.refusals import (
+    ELSEWHERE,
+    body_bytes,
+    error_code,
+    goes_elsewhere,
+    last_error,
+)
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
-from serve.http.anthropic.errors import error_object
-from serve.http.edge.errors import ERROR_CODE_HEADER, SERVER_ERROR, ApiError
 from serve.http.edge.settings import HttpSettings
-from serve.http.edge.sse import EventStream, named_event
+from serve.http.edge.sse import EventStream
 
 logger = logging.getLogger(__name__)
 
-# Codes of errors with which a replica says that it cannot answer now, and another one can.
-_ELSEWHERE = frozenset(
-    {"draining", "handed_over", "model_not_ready", "continuation_differs"}
-    | {"engine_failed", "engine_stuck", "memory_nodes_lost", "rank_lost"}
-)
-_REFUSALS = frozenset({503, 409})
-# Responses are stored where they were made.
-_STORED_ELSEWHERE = frozenset({"previous_response_not_found", "response_not_found"})
+MAX_READ_BYTES = 256 << 10
+"""Larger bodies are not looked into: a thread that parses holds up all streams as well, and what it
+makes is many times as large."""
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
@@ -93,6 +92,8 @@ class Relay:
         self._is_first = True
         self._next: Replica | None = None  # where the answer goes on after its prompt
         self._moves_on = False  # once the first token has come
+        self._left: Replica | None = None  # where the prompt was computed
+        self._move: tuple[Replica, Replica] | None = None  # until its first events
         self._decodes_at: Replica | None = None
         self._moved_s: float | None = None
         self._broke_off_s: float | None = None
@@ -122,10 +123,11 @@ class Relay:
             try:
                 answer = await self._try(replica)
             except _MovedError:
+                self._left = replica
                 self._moved_s = self._sent_s = asyncio.get_running_loop().time()
                 continue
             except _BrokenOffError as error:
-                self._moved_s = None
+                self._note_no_move("")
                 if str(error) != "journal":
                     self._replicas.refused(replica)
                 self._note_break(str(error))
@@ -144,10 +146,11 @@ class Relay:
                 self._num_breaks += 1
                 if self._num_breaks >= MAX_BREAKS:
                     return await self._give_up()
-            elif not _goes_elsewhere(answer):
+            elif not goes_elsewhere(answer):
+                self._learn(answer)
                 return answer
             refused[replica] = answer
-            self._moved_s = None
+            self._note_no_move(error_code(answer))
             self._take_refusal(replica, answer)
 
     async def _read_prompt(self) -> Prompt:
@@ -155,7 +158,7 @@ class Relay:
         if len(self._body) <= self._http.parse_inline_bytes:
             looks = self._replicas.looks_at_prompts or self._parting.is_on
             return read_prompt(self._request, self._body) if looks else NO_PROMPT
-        if not self._parting.is_on:
+        if not self._parting.is_on or len(self._body) > MAX_READ_BYTES:
             return NO_PROMPT
         # it would hold up all streams while it is parsed
         return await asyncio.to_thread(read_prompt, self._request, self._body)
@@ -163,8 +166,10 @@ class Relay:
     async def _choose(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
         """Returns the next server. The first time it decides whether the call is parted; one that
         is no stream has its prompt computed here."""
-        following, self._next, self._moves_on = self._next, None, False
+        following, self._next, self._moves_on, self._move = self._next, None, False, None
         if following is not None and following.is_ready:
+            if self._left is not None:
+                self._move = self._left, following
             return self._replicas.take(following, self._names, 0.0)
         if not self._is_first:
             return self._replicas.choose(self._names, refused)
@@ -179,6 +184,7 @@ class Relay:
         if not await self._compute_prompt(choice):
             return self._replicas.choose(self._names, refused)
         following = self._parting.next_server(self._prompt, choice.replica) or following
+        self._move = choice.replica, following
         return self._replicas.take(following, self._names, 0.0)
 
     async def _compute_prompt(self, choice: Choice) -> bool:
@@ -270,7 +276,7 @@ class Relay:
                         raise _MovedError
         if log.is_handed_over:
             raise _BrokenOffError("handover")
-        if log.error_code in _ELSEWHERE:
+        if log.error_code in ELSEWHERE:
             raise _BrokenOffError("engine")
         await self._send(log.end(), response.headers)
         self._parting.lengths.learn(self._prompt, log.num_prompt_tokens, log.num_tokens)
@@ -297,7 +303,7 @@ class Relay:
             else:
                 self._replicas.note_end(self._choice)
                 self._parting.moved(self._prompt, self._choice, seconds)
-            self._choice, self._moved_s = None, None
+            self._choice, self._moved_s, self._move = None, None, None
             self._decodes_at = replica
             replica.num_streams += 1
         self._due_s, self._num_breaks, self._pause_s = None, 0, _PAUSE_S
@@ -322,12 +328,25 @@ class Relay:
         if self._broke_off_s is None:
             self._broke_off_s = asyncio.get_running_loop().time()
 
+    def _note_no_move(self, code: str | None) -> None:
+        """Notes that a server has not gone on with the call, if it was to. code: its refusal."""
+        if self._move is not None:
+            self._parting.not_moved(self._prompt, *self._move, code)
+        self._moved_s = self._move = None
+
+    def _learn(self, answer: web.Response) -> None:
+        """Learns lengths from a whole answer, if it is small."""
+        body = body_bytes(answer.body)
+        is_small = len(body) <= self._http.parse_inline_bytes
+        if self._parting.is_on and answer.status == 200 and is_small:
+            self._parting.lengths.learn(self._prompt, *read_usage(body))
+
     def _take_refusal(self, replica: Replica, answer: web.Response) -> None:
         if answer.status == 503:
             self._replicas.refused(replica)
-        if _code(answer) == "handed_over":
+        if error_code(answer) == "handed_over":
             self._note_break("handover")
-            continuation = orjson.loads(_bytes(answer.body)).get("continuation")
+            continuation = orjson.loads(body_bytes(answer.body)).get("continuation")
             if continuation is not None:
                 self._log.use(continuation)
 
@@ -335,49 +354,10 @@ class Relay:
         self._counts.num_failed += 1
         if self._events is None:
             raise NoReplicaError
-        await self._events.send_last(_last_error(self._request.path))
+        await self._events.send_last(last_error(self._request.path))
         return await self._events.finish()
 
     @property
     def _is_client_gone(self) -> bool:
         transport = self._request.transport
         return transport is None or transport.is_closing()
-
-
-def _last_error(path: str) -> bytes:
-    """Returns the event that tells the client, in the shape of its API, that its answer ends."""
-    message = "no server is left to go on with this answer"
-    error = ApiError(503, message, kind=SERVER_ERROR, code="no_replica")
-    if path.startswith("/v1/messages"):
-        return named_event("error", error_object(error, ""))
-    if path.startswith("/v1/responses"):
-        fields = {"message": message, "param": None, "code": error.code}
-        return named_event("error", {"type": "error", **fields})
-    return b"data: " + error.body() + b"\n\n"
-
-
-def _goes_elsewhere(answer: web.Response) -> bool:
-    code = _code(answer)
-    if answer.status in (429, 529):
-        return code == "overloaded"
-    if answer.status in _REFUSALS:
-        return code in _ELSEWHERE
-    return answer.status in (400, 404) and code in _STORED_ELSEWHERE
-
-
-def _code(answer: web.Response) -> str | None:
-    """Returns the code of an error: that of the header, since not all APIs' bodies have it."""
-    code = answer.headers.get(ERROR_CODE_HEADER)
-    if code is not None:
-        return code
-    try:
-        value: Any = orjson.loads(_bytes(answer.body))
-    except ValueError:
-        return None
-    error = value.get("error") if isinstance(value, dict) else None
-    code = error.get("code") if isinstance(error, dict) else None
-    return code if isinstance(code, str) else None
-
-
-def _bytes(body: object) -> bytes:
-    return body if isinstance(body, bytes) else b""

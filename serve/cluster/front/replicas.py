@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import aiohttp
@@ -29,6 +30,7 @@ LOAD_HEADER = "x-mergestep-load"
 _SHARE_S = 10.0  # how far back the share of prompts looks
 _FIRST_HANDOVER_S = 0.05  # until one is measured
 _HANDOVER_LEARNING = 0.3
+_BARRED_S = 60.0
 _HOPE = 0.98  # for each call that a dear hand-over may have kept together
 
 
@@ -39,7 +41,8 @@ class Replica:
     was sent since then and waits takes. attempts: the calls that it has
     not ended. load: what it says of itself if it can pull K/V. num_streams: those of this hop that
     decode there; num_others: those that it had besides at the last check. prompt_share: of its time
-    lately. handover_s: what it takes to go on with an answer there, beside the pull."""
+    lately. handover_s: what it takes to go on with an answer there, beside the pull. barred: until
+    when it is not to go on with answers of the engines with these ids."""
 
     url: str
     is_ready: bool = False
@@ -56,6 +59,7 @@ class Replica:
     num_others: int = 0
     prompt_share: float = 0.0
     handover_s: float = _FIRST_HANDOVER_S
+    barred: dict[str, float] = field(default_factory=dict)
 
     def note_load(self, load: ServerLoad | None, seconds: float) -> None:
         """Takes what it says of itself, so many seconds after the last time."""
@@ -64,14 +68,32 @@ class Replica:
             return
         self.num_others = max(0, load.num_streams - self.num_streams)
         if before is not None and load.prompt_s >= before.prompt_s and seconds > 0.0:
-            share = min(1.0, (load.prompt_s - before.prompt_s) / seconds)
-            self.prompt_share += min(1.0, seconds / _SHARE_S) * (share - self.prompt_share)
+            # of one check it may exceed 1, since prompt_s is rounded: only the mean is limited
+            share = (load.prompt_s - before.prompt_s) / seconds
+            mean = self.prompt_share + min(1.0, seconds / _SHARE_S) * (share - self.prompt_share)
+            self.prompt_share = min(1.0, mean)
 
     def note_handover(self, seconds: float, num_tokens: float) -> None:
         """Learns from a hand-over to this replica, from the last token there to the first here."""
         pull_s = 0.0 if self.load is None else self.load.pull_s(num_tokens)
         more_s = max(0.0, seconds - pull_s)
         self.handover_s += _HANDOVER_LEARNING * (more_s - self.handover_s)
+
+    def bar(self, other: Replica) -> None:
+        """Notes that this replica does not go on with the other one's answers. It is forgotten
+        after a minute, and when the other one is started again."""
+        if other.load is not None:
+            self.barred[other.load.engine] = time.monotonic() + _BARRED_S
+
+    def sharing_load(self) -> ServerLoad | None:
+        """Returns what it says of itself, without the engines with which it cannot share calls."""
+        if self.load is None or not self.barred:
+            return self.load
+        now_s = time.monotonic()
+        self.barred = {
+            engine: until_s for engine, until_s in self.barred.items() if until_s > now_s
+        }
+        return replace(self.load, pulls_from=self.load.pulls_from - self.barred.keys())
 
 
 class Choice(NamedTuple):
@@ -187,13 +209,14 @@ class ReplicaSet:
         matching = self._affinity.num_matching(names)
         found: list[Candidate | None] = []
         for replica in ready:
-            if replica.load is None:
+            load = replica.sharing_load()
+            if load is None:
                 found.append(None)
                 continue
             new = 1.0 - matching.get(replica.url, 0) / max(1, len(names))
             found.append(
                 Candidate(
-                    replica.load,
+                    load,
                     replica.queue_s + replica.sent_s,
                     replica.num_streams + replica.num_others,
                     replica.prompt_share,

@@ -64,13 +64,18 @@ class Traffic:
 
 
 def num_prefill(
-    loads: Sequence[ServerLoad], traffic: Traffic, handover_s: float, present: int
+    loads: Sequence[ServerLoad],
+    traffic: Traffic,
+    handover_s: float,
+    present: int,
+    counts: Sequence[int] | None = None,
 ) -> int:
     """Returns how many of these servers should compute prompts only; 0: all do both. present: how
-    many do now."""
+    many do now. counts: how many can; None: all but one."""
+    counts = range(1, len(loads)) if counts is None else counts
     together_s = together_seconds(loads, traffic)
     best_s, best = min(
-        ((apart_seconds(loads, traffic, handover_s, k), k) for k in range(1, len(loads))),
+        ((apart_seconds(loads, traffic, handover_s, k), k) for k in counts),
         default=(math.inf, 0),
     )
     bound = 1.0 + GAIN / 2 if present else 1.0 - GAIN

@@ -183,9 +183,29 @@ def test_what_cannot_be_parted_goes_to_one_server(key_file: Path) -> None:
         counts = pair.front.parting.counts
         assert counts.num_apart == 0 and counts.num_together == {"short": 1, "unread": 2}
         assert pair.pulled == [0, 0]
-        load = pair.front.replicas.replicas[0].load
-        assert load is not None and load.listens and load.pulls and load.prompts
-        assert load.names == pair.front.replicas.replicas[1].load.names  # type: ignore[union-attr]
-        assert not math.isnan(load.prompt_s)
+        load, other = (replica.load for replica in pair.front.replicas.replicas)
+        assert load is not None and other is not None
+        assert load.listens and load.prompts and not math.isnan(load.prompt_s)
+        assert load.pulls_from == {other.engine} and other.pulls_from == {load.engine}
+
+    run(main)
+
+
+def test_what_everybody_may_read_depends_on_no_key(key_file: Path) -> None:
+    """Whoever guesses the key of the peers must not be able to test guesses by the header."""
+
+    async def main(stack: AsyncExitStack) -> None:
+        pair = await started(stack, key_file)
+        names = set()
+        for engine in pair.engines:
+            report = engine.load_report()
+            assert report is not None
+            peers = engine.stats().kv_peers
+            assert peers is not None and report["engine"] == peers.engine_id
+            assert report["prompt_s"] == round(report["prompt_s"], 1)
+            assert [n for n, value in report.items() if isinstance(value, str)] == ["engine"]
+            names.add(report["engine"])
+            names.update(report["pulls_from"])
+        assert len(names) == 2  # each names itself and the other one
 
     run(main)

@@ -9,7 +9,14 @@ from typing import Any
 import orjson
 import pytest
 
-from serve.cluster.front.apart import Candidate, Decision, ServerLoad, decide, next_server
+from serve.cluster.front.apart import (
+    Candidate,
+    Decision,
+    ServerLoad,
+    decide,
+    next_server,
+    role_counts,
+)
 from serve.cluster.front.prompt import Lengths, Prompt
 from serve.cluster.front.replicas import Replica
 
@@ -21,9 +28,9 @@ LOAD: dict[str, Any] = {
     "next_slowdown": 1.5,
     "prompt_s": 0.0,
     "prompts": [[64, 0.15, 0.01], [256, 0.6, 0.03], [1024, 2.4, 0.1]],
-    "names": "a",
+    "engine": "a",
     "listens": True,
-    "pulls": True,
+    "pulls_from": ["a"],
 }
 
 
@@ -63,6 +70,16 @@ def test_streams_are_left_alone_where_another_server_has_none() -> None:
     assert "apart from its answer" in found.sentence(1024.0)
 
 
+def test_sentences_do_not_contradict_their_sums() -> None:
+    reason = "does_not_pay"
+    assert "parting would save less than 25%: 6.17 s at two servers, 6.98 s at one" in (
+        Decision(0, None, 6.98, 6.17, reason).sentence(512.0)
+    )
+    assert "parting does not pay: 7.17 s" in Decision(0, None, 6.98, 7.17, reason).sentence(512.0)
+    assert "its answer: 4.17 s at two servers" in Decision(0, 1, 6.98, 4.17, "").sentence(512.0)
+    assert "serves the calls of late best: 7.17 s" in Decision(0, 1, 6.98, 7.17, "").sentence(512.0)
+
+
 def test_roles_follow_load() -> None:
     """The same two servers change places when their loads do."""
     one, two = server(8), server(0, share=0.6)
@@ -90,8 +107,8 @@ def test_a_short_answer_does_not_pay_for_its_hand_over() -> None:
     ("servers", "reason"),
     [
         ((server(8), None), "no_peers"),
-        ((server(8), server(names="b", share=0.6)), "no_peers"),
-        ((server(8, pulls=False), server(pulls=False, share=0.6)), "no_peers"),
+        ((server(8), server(engine="b", pulls_from=["c"], share=0.6)), "no_peers"),
+        ((server(8, pulls_from=[]), server(pulls_from=[], share=0.6)), "no_peers"),
         ((server(8, listens=False), server(listens=False, share=0.6)), "no_peers"),
         ((server(8, new=100.0), server(share=0.6)), "short"),
         ((server(8), server(steps=[[1, 0.0]], share=0.6)), "unlearned"),
@@ -109,8 +126,53 @@ def test_the_server_that_decodes_is_chosen_again_after_the_prompt() -> None:
     assert next_server([server(8), busy], 1, 1024.0, 128.0) == 0
     assert next_server([server(8, share=0.6), server(0)], 1, 1024.0, 128.0) is None
     assert next_server([None, busy], 1, 1024.0, 128.0) is None
-    assert next_server([server(8, names="b"), busy], 1, 1024.0, 128.0) is None
-    assert next_server([server(8, pulls=False), busy], 1, 1024.0, 128.0) is None
+    assert next_server([server(8, pulls_from=["b"]), busy], 1, 1024.0, 128.0) is None
+    assert next_server([server(8, pulls_from=[]), busy], 1, 1024.0, 128.0) is None
+
+
+LISTENS: dict[str, Any] = {"listens": True, "pulls_from": []}
+PULLS: dict[str, Any] = {"listens": False}
+
+
+@pytest.mark.parametrize("num_prefill", [0, 1, 2, 5])
+@pytest.mark.parametrize("home", [0, 1])
+def test_a_busy_server_that_pulls_from_none_computes_the_prompts(
+    num_prefill: int, home: int
+) -> None:
+    """The one with the fewest streams cannot: nothing pulls from it. There is still one pair."""
+    for second in (PULLS, {}):
+        servers = server(5, 0.6, **LISTENS), server(0, **second)
+        found = decide(servers, home, 1024.0, 2048.0, num_prefill)
+        assert found.apart_s < math.inf and found.decode in (None, 1)
+    found = decide(servers, 0, 1024.0, 2048.0, num_prefill)
+    assert (found.prefill, found.decode) == (0, 1)
+
+
+def test_of_three_servers_that_which_pulls_from_none_has_the_role() -> None:
+    servers = server(2, **LISTENS), server(0, share=0.6), server(1)
+    found = decide(servers, 1, 1024.0, 2048.0, 1)
+    assert (found.prefill, found.decode) == (0, 2)
+
+
+def test_how_many_servers_can_compute_prompts_for_the_others() -> None:
+    both, listens, pulls = server(), server(**LISTENS), server(**PULLS)
+    assert [*role_counts([both, both, both])] == [1, 2]
+    assert [*role_counts([listens, both, both])] == [1, 2]
+    assert [*role_counts([listens, listens, pulls])] == [2]
+    assert [*role_counts([listens, pulls, pulls])] == [1]
+    assert [*role_counts([listens, listens])] == [*role_counts([pulls, pulls])] == []
+    assert [*role_counts([listens, pulls, None])] == []
+
+
+def test_only_connected_servers_share_calls() -> None:
+    """A server that is connected to a third one cannot pull from the second."""
+    one = server(8, engine="a", pulls_from=["b"])
+    two = server(0, share=0.6, engine="b", pulls_from=["c"])
+    assert parted(one, two)[:2] == (1, 0) and parted(one, two, home=1)[:2] == (1, 0)
+    assert next_server([one, two], 1, 1024.0, 128.0) == 0
+    assert next_server([two, one], 1, 1024.0, 128.0) is None
+    stranger = replace(one, load=load(num_streams=8, engine="a", pulls_from=["d"]))
+    assert parted(stranger, two).reason == "no_peers"
 
 
 def test_times_between_the_known_lengths() -> None:
@@ -132,8 +194,9 @@ def test_times_between_the_known_lengths() -> None:
         orjson.dumps(LOAD | {"prompts": 1}).decode(),
         orjson.dumps(LOAD | {"steps": [[2, 1.0], [1, 1.0]]}).decode(),
         orjson.dumps(LOAD | {"prompts": [[0, 1.0, 1.0]]}).decode(),
-        orjson.dumps(LOAD | {"names": None}).decode(),
-        orjson.dumps(LOAD | {"names": "x" * 5000}).decode(),
+        orjson.dumps(LOAD | {"engine": ""}).decode(),
+        orjson.dumps(LOAD | {"engine": "x" * 5000}).decode(),
+        orjson.dumps(LOAD | {"pulls_from": 1}).decode(),
     ],
 )
 def test_headers_of_other_servers_say_nothing(text: str) -> None:
@@ -148,6 +211,10 @@ def test_the_share_of_prompts_and_of_other_streams() -> None:
     for second in range(1, 40):
         replica.note_load(load(prompt_s=0.7 * second), 1.0)
     assert replica.prompt_share == pytest.approx(0.7, rel=0.05)
+    for check in range(200):  # as exact as the header is
+        replica.note_load(load(prompt_s=round(27.3 + 0.13 * check, 1)), 0.2)
+    assert replica.prompt_share == pytest.approx(0.66, abs=0.05)
+    replica.prompt_share = 0.7
     replica.note_load(load(prompt_s=0.0), 1.0)  # it has been started again
     assert replica.prompt_share == pytest.approx(0.7, rel=0.05)
     replica.note_load(None, 1.0)

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
-from typing import Any
+import time
+from typing import Any, ClassVar
 
+import aiohttp
 import orjson
 import pytest
 from aiohttp import web
 
-from serve.cluster.front import parting
+from serve.cluster.front import parting, relay, replicas
 from serve.cluster.front.apart import Decision
 from serve.cluster.front.front import Front
-from serve.cluster.front.replicas import LOAD_HEADER
-from tests.serve.cluster.front.test_apart import LOAD
+from serve.cluster.front.prompt import Lengths, Prompt
+from serve.cluster.front.replicas import LOAD_HEADER, Replica
+from tests.serve.cluster.front.test_apart import LOAD, load
 from tests.serve.cluster.front.test_relay import (
     DONE,
     EMPTY,
@@ -94,6 +97,14 @@ def test_the_second_server_dies_after_the_hand_over() -> None:
     assert (status, data) == (200, b"data: 1\n\ndata: 2\n\ndata: 3\n\n" + DONE)
     assert first.bodies[1]["continuation"]["answers"] == tokens(1, 2)
     assert front.counts.num_continued == {"broken": 1}
+    assert front.replicas.replicas[1].handover_s < 1.0  # the hand-over was none of its troubles
+
+
+def test_the_second_server_dies_before_its_token() -> None:
+    first, second = Peer(stays_after(1), streams(2, end=DONE)), Peer(streams())
+    status, data, front = ask(first, second)
+    assert (status, data) == (200, b"data: 1\n\ndata: 2\n\n" + DONE)
+    assert front.replicas.replicas[1].handover_s > 1.0
 
 
 @pytest.mark.parametrize(("status", "code"), [(429, "overloaded"), (409, "continuation_differs")])
@@ -102,6 +113,25 @@ def test_the_second_server_refuses(status: int, code: str) -> None:
     found, data, front = ask(first, second)
     assert (found, data) == (200, b"data: 1\n\ndata: 2\n\n" + DONE)
     assert front.parting.counts.num_moved == 0 and front.counts.num_failed == 0
+    one, two = front.replicas.replicas
+    assert one.handover_s < 0.1 and two.handover_s > 1.0
+    shares = code != "continuation_differs"  # servers of other versions share nothing for a while
+    for replica in (one, two):
+        load = replica.sharing_load()
+        assert load is not None and load.pulls_from == ({"a"} if shares else set())
+
+
+def test_a_server_that_is_started_again_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = Replica("a", load=load(engine="a")), Replica("b", load=load(pulls_from=["a", "c"]))
+    two.bar(one)
+    assert two.sharing_load() == load(pulls_from=["c"]) and one.sharing_load() == one.load
+    two.load = load(pulls_from=["b"])  # the id of the other one's next start
+    assert two.sharing_load() == two.load
+    two.load = load(pulls_from=["a"])
+    assert two.sharing_load() == load(pulls_from=[])
+    later = time.monotonic() + 61.0
+    monkeypatch.setattr(replicas.time, "monotonic", lambda: later)
+    assert two.sharing_load() == two.load and not two.barred
 
 
 def test_the_first_server_dies_before_its_token() -> None:
@@ -147,6 +177,87 @@ def test_a_whole_answer_whose_prompt_is_not_computed(first: Script) -> None:
     status, data, _ = ask(*servers, body=WHOLE)
     assert status == 200 and json.loads(data)["usage"] in (1, 2)
     assert (servers[0].bodies + servers[1].bodies)[-1] == WHOLE
+
+
+def test_a_whole_answer_that_the_second_server_refuses() -> None:
+    first = Peer(answers(kv_transfer_params=GIVEN), answers(usage=1))
+    second = Peer(refuses(503, "engine_failed"))
+    status, _, front = ask(first, second, body=WHOLE)
+    assert status == 200 and len(second.bodies) == 1
+    assert front.replicas.replicas[1].handover_s > 1.0
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [
+        {"prompt_tokens": 2000, "completion_tokens": 7},
+        {"input_tokens": 500, "cache_read_input_tokens": 1500, "output_tokens": 7},
+    ],
+    ids=["OpenAI", "Anthropic"],
+)
+def test_lengths_are_learned_from_whole_answers(usage: dict[str, int]) -> None:
+    servers = [Peer(answers(kv_transfer_params=GIVEN, usage=usage)) for _ in range(2)]
+    _, _, front = ask(*servers, body=WHOLE)
+    assert front.parting.lengths.of_byte == pytest.approx(0.5, rel=0.01)
+    assert front.parting.lengths.output == 7
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"usage": None},
+        {"usage": {"prompt_tokens": 5, "total_tokens": 5}},
+        {"usage": {"prompt_tokens": 5, "completion_tokens": "7"}},
+        {"usage": {"prompt_tokens": -5, "completion_tokens": 7}},
+        {"usage": {"prompt_tokens": 5, "completion_tokens": 7}, "text": "x" * 20_000},
+    ],
+)
+def test_nothing_is_learned_from_other_answers(more: dict[str, Any]) -> None:
+    servers = [Peer(answers(**more)) for _ in range(2)]
+    status, _, front = ask(*servers, body=WHOLE)
+    assert status == 200 and front.parting.lengths == Lengths()
+
+
+@pytest.mark.parametrize(("size", "is_read"), [(200_000, True), (300_000, False)])
+def test_large_bodies_are_not_looked_into(
+    monkeypatch: pytest.MonkeyPatch, size: int, is_read: bool
+) -> None:
+    seen: list[int] = []
+    read = relay.read_prompt
+
+    def noting(request: web.BaseRequest, body: bytes) -> Prompt:
+        seen.append(len(body))
+        return read(request, body)
+
+    monkeypatch.setattr(relay, "read_prompt", noting)
+    monkeypatch.setattr(parting, "decide", lambda *_: Decision(0, None, 1.0, 2.0, "does_not_pay"))
+    first, second = Peer(streams(1, end=DONE)), Peer(streams(1, end=DONE))
+    status, _, front = ask(first, second, body=BODY | {"prompt": "a" * size})
+    assert status == 200 and bool(seen) == is_read
+    reason = "does_not_pay" if is_read else "unread"
+    assert front.parting.counts.num_together == {reason: 1}
+
+
+def test_clients_are_not_told_what_the_hop_is_told() -> None:
+    """The hop knows some addresses of /ready itself; the others it passes on."""
+
+    class Noting(ScriptedServer):
+        journals: ClassVar[dict[str, bool]] = {}
+
+        async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+            self.journals[request.path] = "x-mergestep-journal" in request.headers
+            return await super()._answer(request)
+
+    async def during(front: Front) -> None:
+        async with (
+            aiohttp.ClientSession(headers={"X-Mergestep-Journal": "1"}) as session,
+            session.get(front.url + "/health/ready") as response,
+        ):
+            assert response.status == 200
+
+    relayed(Noting(streams(1, end=DONE)), path="/v1/completions", body=BODY, during=during)
+    assert Noting.journals["/ready"] is True and Noting.journals["/health/ready"] is False
 
 
 def test_no_setting_no_parting() -> None:

@@ -17,7 +17,7 @@ from serve.cluster.front.roles import (
 # a step of 9 ms and 0.6 ms more for each stream; 0.7 ms a token of a prompt
 STEPS = ((1, 0.009), (16, 0.018), (64, 0.047))
 PROMPTS = ((64, 0.045, 0.001), (1024, 0.72, 0.02))
-LOAD = ServerLoad(0, 1.0, 1.3, 0.0, STEPS, PROMPTS, "a", listens=True, pulls=True)
+LOAD = ServerLoad(0, 1.0, 1.3, 0.0, STEPS, PROMPTS, "a", listens=True, pulls_from=frozenset("a"))
 
 
 def traffic(rate: float, tokens: float, output: float) -> Traffic:
@@ -35,6 +35,13 @@ def chosen(rate: float, tokens: float, output: float, servers: int = 2, present:
 
 def test_long_answers_after_long_prompts_pay_for_roles() -> None:
     assert chosen(1.0, 1024, 512) == 1
+
+
+def test_roles_are_those_that_the_servers_can_have() -> None:
+    found = traffic(1.0, 1024, 512)
+    assert num_prefill([LOAD] * 2, found, 0.03, 0, range(1, 2)) == 1
+    assert num_prefill([LOAD] * 2, found, 0.03, 0, []) == 0
+    assert num_prefill([LOAD] * 4, traffic(2.0, 1024, 512), 0.03, 0, [2]) == 2
 
 
 def test_one_server_cannot_compute_the_prompts_of_two() -> None:
