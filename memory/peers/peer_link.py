@@ -78,6 +78,7 @@ class PeerLink:
         self._number = 0
         self._endpoint: Endpoint | None = None
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._copies = copies
         self._copying = None if copies is None else Copying(url, copies)
         self._is_closing = False
         self._is_starting = True
@@ -125,6 +126,8 @@ class PeerLink:
                 try:
                     job = self._jobs.get(timeout=idle_s)
                 except queue.Empty:
+                    if self._copies is not None:  # they expire without a peer, too
+                        self._copies.expire()
                     if copying is not None:
                         self._copy(copying)
                     continue
@@ -165,7 +168,7 @@ class PeerLink:
         job, began_s = copying.next_job(), time.monotonic()
         if job is not None:
             self._do(job)
-            copying.took(time.monotonic() - began_s)
+            copying.took(job, time.monotonic() - began_s)
 
     def _do(self, job: Job) -> None:
         endpoint = self._endpoint

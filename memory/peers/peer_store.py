@@ -167,7 +167,7 @@ class PeerStore:
         for index, (key, _) in enumerate(pages):
             if self._is_copied(key):
                 copied.append(index)
-            elif self._is_below(key):
+            elif self._below is not None and self._below.contains(key):
                 below.append(index)
             else:
                 pulls.setdefault(self._peer_with(key), []).append(index)

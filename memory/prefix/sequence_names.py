@@ -4,8 +4,9 @@ copies in case this engine dies, and those that will be, for which a peer waits.
 The compute thread says which sequences are queued, how far they are computed and when they end.
 Followers are peers that copy pages of running sequences. Each sequence has at most one, that which
 has the fewest; if a follower leaves, another one gets its sequences from their beginning. Names are
-told once and only on request, so a follower that asks for none costs nothing, and one that is late
-by FOLLOWER_S has left. Integers and bytes only.
+told once and only on request, so a follower that asks for none costs nothing. One that does not ask
+for FOLLOWER_S loses its sequences and gets no others until it asks; then it is told which ones it
+has lost, since it keeps their copies until it knows. Integers and bytes only.
 """
 
 from __future__ import annotations
@@ -125,7 +126,7 @@ class SequenceNames:
             known.asked_s = now_s
             late = [it for it, state in self._followers.items() if _is_late(state, now_s)]
             for one in late:
-                self._leave(one)
+                self._take_all_from(one)
             self._share_out(now_s)
             found = [(number, ENDED) for number in known.ended[:most]]
             del known.ended[:most]
@@ -142,19 +143,26 @@ class SequenceNames:
     def leave(self, follower: Hashable) -> None:
         """Forgets a follower; the others get its sequences."""
         with self._lock:
-            self._leave(follower)
+            if follower in self._followers:
+                self._take_all_from(follower)
+                self._followers.pop(follower, None)
 
-    def _leave(self, follower: Hashable) -> None:
-        if self._followers.pop(follower, None) is not None:
+    def _take_all_from(self, follower: Hashable) -> None:
+        """Takes its sequences from a follower. One that has nothing to be told is forgotten."""
+        known = self._followers[follower]
+        if known.num_sequences:
             for pages in self._running.values():
                 if pages.follower == follower:
+                    self._take_from_follower(pages)
                     pages.follower, pages.num_told = None, 0
+        if not known.ended:
+            del self._followers[follower]
 
     def _share_out(self, now_s: float) -> None:
-        """Gives each sequence that has run for a while a follower."""
+        """Gives each sequence that has run for a while a follower, one that is not late."""
+        states = {one: it for one, it in self._followers.items() if not _is_late(it, now_s)}
         for pages in self._running.values():
             if pages.follower is None and now_s - pages.since_s >= self._min_age_s:
-                states = self._followers
                 pages.follower = min(states, key=lambda one: states[one].num_sequences)
                 states[pages.follower].num_sequences += 1
 

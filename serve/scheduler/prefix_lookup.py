@@ -109,9 +109,12 @@ class PrefixLookup:
 
     def _fetch(self, sequence: Sequence, keys: list[bytes], now_s: float) -> bool:
         is_begun = self._kv.fetch(keys, self._prefill_seconds)
+        self._note_question(sequence, now_s)
+        return is_begun
+
+    def _note_question(self, sequence: Sequence, now_s: float) -> None:
         self._asking = sequence if self._kv.prefixes.is_asking else None
         self._fetch_deadline_s = now_s + _FETCH_LIMIT_S
-        return is_begun
 
     def is_awaited(self, sequence: Sequence, now_s: float) -> bool:
         """Returns whether a waiting sequence waits for pages that a peer computes, as its request
@@ -126,6 +129,7 @@ class PrefixLookup:
                 return True
             prefixes.question.is_awaited = False
         sequence.peer_wait = None
+        self.queued(sequence)
         return False
 
     def _waits_on(self, sequence: Sequence, wait: PeerWait, now_s: float) -> bool:
@@ -136,33 +140,57 @@ class PrefixLookup:
             self._extend_wait(sequence, wait, now_s)
         if prefixes.is_fetching or now_s < wait.asks_s:
             return now_s < wait.until_s
-        if self._asking not in (None, sequence) and now_s < self._fetch_deadline_s:
-            return True  # another one has asked, and uses the answer first
+        is_asked = self._asking is sequence
+        if self._asking is not None and not is_asked and now_s < self._fetch_deadline_s:
+            return now_s < wait.until_s  # another one has asked, and uses the answer first
         if self._is_turn_due:
             self._is_turn_due = False
             wait.asks_s = now_s + _ASK_AGAIN_S
             return True
-        keys = sequence.page_keys
+        keys, first = sequence.page_keys, self._first_missing(sequence, wait, now_s)
+        if first == len(keys) or now_s >= wait.until_s:
+            return False
+        end = first + _ASKED_PAGES
+        missing = [key for key in keys[first:end] if not prefixes.is_cached(key)]
+        if not is_asked and prefixes.question.ask(missing):
+            self._note_question(sequence, now_s)
+            return True
+        # Fetching looks at the whole prompt, so it is done only if there is something to load.
+        if any(map(prefixes.is_stored, missing)):
+            if self._fetch(sequence, keys[:end], now_s):
+                wait.is_changed = True
+                return True
+            if prefixes.is_stored(keys[first]):  # computing it is faster, or memory has no room
+                return False
+        # The answer is used up, unless other pages are missing by now.
+        elif is_asked and prefixes.question.ask(missing):
+            self._note_question(sequence, now_s)
+            return True
+        self._asking = None
+        wait.asks_s = now_s + _ASK_AGAIN_S
+        is_coming = any(map(prefixes.question.is_coming, missing))
+        wait.was_coming |= is_coming
+        return is_coming or (not wait.was_coming and now_s < wait.began_s + _UNKNOWN_S)
+
+    def _first_missing(self, sequence: Sequence, wait: PeerWait, now_s: float) -> int:
+        """Returns the number of the first page that the sequence lacks, and lets it wait on if a
+        page has come. Looks at the whole prompt, which takes milliseconds if it is long, only if
+        pages have come or gone."""
+        keys, is_cached, first = sequence.page_keys, self._kv.prefixes.is_cached, wait.first_missing
+        is_gone = first > 0 and not is_cached(keys[first - 1])
+        if not (wait.is_changed or is_gone or (first < len(keys) and is_cached(keys[first]))):
+            return first
         num_cached = self._kv.num_cached_tokens(keys)
         if num_cached > wait.num_cached:
             wait.num_cached = num_cached
             self._extend_wait(sequence, wait, now_s)
-        first = 0  # the next page that it lacks
+        first = 0 if is_gone else first
         while first < len(keys) and (
-            self._kv.page_end(first) <= num_cached or prefixes.is_cached(keys[first])
+            self._kv.page_end(first) <= num_cached or is_cached(keys[first])
         ):
             first += 1
-        if first == len(keys) or now_s >= wait.until_s:
-            return False
-        asked = keys[: first + _ASKED_PAGES]
-        if self._fetch(sequence, asked, now_s):
-            return True
-        if prefixes.is_stored(keys[first]):  # computing it is faster, or memory has no room
-            return False
-        wait.asks_s = now_s + _ASK_AGAIN_S
-        is_coming = any(prefixes.question.is_coming(key) for key in asked[first:])
-        wait.was_coming |= is_coming
-        return is_coming or (not wait.was_coming and now_s < wait.began_s + _UNKNOWN_S)
+        wait.first_missing, wait.is_changed = first, False
+        return first
 
     def _extend_wait(self, sequence: Sequence, wait: PeerWait, now_s: float) -> None:
         """Sets the time of which the next page must come: it is in proportion to what computing the
@@ -207,12 +235,15 @@ class PrefixLookup:
         sequence.next_cacheable_at = self._kv.page_end(sequence.kv_range.num_offered)
 
     def queued(self, sequence: Sequence) -> None:
-        """Takes note of a new sequence."""
-        if self.names is not None:
+        """Takes note of a new sequence. One that waits for a peer counts when that has ended, so
+        that no two engines wait for each other."""
+        if self.names is not None and sequence.peer_wait is None:
             self.names.queued(sequence, sequence.page_keys)
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""
+        if self._asking is sequence:
+            self._asking = None
         if self.names is not None:
             self.names.ended(sequence)
 

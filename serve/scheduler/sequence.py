@@ -36,6 +36,8 @@ class PeerWait:
     until_s: float = 0.0  # when the wait ends if no further page has come
     asks_s: float = 0.0  # the peers are asked again then
     num_cached: int = 0  # tokens that were here when a page came last
+    first_missing: int = 0  # the first page that was not here then
+    is_changed: bool = True  # pages may have come since
     was_coming: bool = False  # a peer has said that it computes the prompt
 
 

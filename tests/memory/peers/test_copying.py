@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
 
 from memory.peers import copying, page_server
+from memory.peers.jobs import NewsJob, PullJob
 from memory.peers.page_copies import PageCopies
 from memory.peers.wire import (
     HEADER_BYTES,
@@ -20,6 +20,7 @@ from memory.peers.wire import (
     read_header,
     read_names,
 )
+from memory.prefix.sequence_names import FOLLOWER_S, SequenceNames
 from tests.support.memory.peer_rig import (
     PAGE,
     SECRET,
@@ -100,34 +101,89 @@ def test_a_page_that_was_evicted_meanwhile_is_not_copied(close_all):
     copies.check_integrity()
 
 
-def test_what_the_peer_is_computing_is_told_apart_from_what_it_lacks(close_all):
-    holder = Holder(2)
-    holder.names.queued("a", [name_of(1), name_of(8)])
-    puller = Puller(holder.server.url)
-    close_all += [puller.store, holder.server]
-    puller.wait_until_ready()
-    assert puller.ask(1, 8, 9) == [1]
-    assert [puller.store.is_coming(name_of(n)) for n in (1, 8, 9)] == [False, True, False]
-    holder.names.ended("a")
-    puller.ask(8)
-    time.sleep(0.01)
-    holder.server.close(5.0)
-    wait_for(lambda: not puller.links[0].is_ready)
-    assert not puller.store.is_coming(name_of(8))
-
-
-def test_copying_takes_its_share_of_the_time(monkeypatch, close_all):
+def test_copying_takes_its_share_of_the_time(monkeypatch):
     monkeypatch.setattr(copying, "SHARE", 0.1)
+    monkeypatch.setattr(copying, "NEWS_S", 1.5)
     link = copying.Copying("a", PageCopies(PAGE, 8 * PAGE), clock=lambda: now_s)
     now_s = 10.0
     job = link.next_job()
-    assert job is not None
-    link.took(0.02)
+    assert isinstance(job, NewsJob)
+    job.on_news([(1, name_of(number)) for number in range(8)])
+    link.took(job, 0.02)
     now_s = 10.17
     assert link.next_job() is None
     assert link.due_in_s() == pytest.approx(0.01)
     now_s = 10.19
-    assert link.next_job() is not None
+    pull = link.next_job()
+    assert isinstance(pull, PullJob) and len(pull.pages) == 4
+    link.took(pull, 1.0)
+    now_s = 11.4
+    assert link.next_job() is None
+    assert link.due_in_s() == pytest.approx(0.1)
+
+
+def test_questions_are_in_time_while_it_rests_after_a_slow_pull(monkeypatch):
+    monkeypatch.setattr(copying, "SHARE", 0.05)
+    monkeypatch.setattr(copying, "NEWS_S", 0.1)
+    link = copying.Copying("a", PageCopies(PAGE, 8 * PAGE), clock=lambda: now_s)
+    now_s = 10.0
+    job = link.next_job()
+    assert isinstance(job, NewsJob)
+    job.on_news([(1, name_of(number)) for number in range(8)])
+    pull = link.next_job()
+    assert isinstance(pull, PullJob)
+    link.took(pull, 4.0)  # it rests for 76 s
+    for _ in range(50):
+        now_s += link.due_in_s()
+        job = link.next_job()
+        assert isinstance(job, NewsJob)
+        link.took(job, 0.3)  # slow ones, too
+    assert (now_s - 10.0) / 50 <= FOLLOWER_S / 2
+    monkeypatch.setattr(copying, "_MAX_PENDING", 1)
+    assert link.due_in_s() > 76.0, "no room for names"
+
+
+def test_a_follower_that_was_late_does_not_keep_its_copies_for_ever():
+    """Three engines: one runs a sequence, two follow it, the first of them late."""
+    now_s = 0.0
+    names = SequenceNames(lambda page: page + 1, min_age_s=0.0, clock=lambda: now_s)
+    copies = PageCopies(PAGE, 4 * PAGE, kept_s=60.0, clock=lambda: now_s)
+    late = copying.Copying("a", copies, clock=lambda: now_s)
+
+    def follow() -> None:
+        while (job := late.next_job()) is not None:
+            if isinstance(job, NewsJob):
+                job.on_news(names.news("late", job.most))
+            else:
+                for future in job.futures:
+                    future.set_result(True)
+
+    names.queued("a", [name_of(number) for number in range(1, 5)])
+    names.computed("a", 4)
+    follow()
+    assert copies.stats().pages == 4
+    now_s += FOLLOWER_S + 0.5
+    names.news("other", 100)
+    follow()
+    names.ended("a")
+    names.queued("b", [name_of(number) for number in range(10, 14)])
+    names.computed("b", 4)
+    now_s += 1.0
+    names.leave("other")
+    follow()
+    assert here(copies, *range(20)) == [10, 11, 12, 13], "what it lost makes room"
+    copies.check_integrity()
+
+
+def test_copies_expire_while_no_peer_is_there(close_all):
+    holder, copies = Holder(8), PageCopies(PAGE, 8 * PAGE, kept_s=0.3)
+    run(holder, "a", 1, 2)
+    puller = Puller(holder.server.url, copies=copies)
+    close_all.append(puller.store)
+    wait_for(lambda: here(copies, 1, 2) == [1, 2])
+    holder.server.close(5.0)
+    wait_for(lambda: not puller.links[0].is_ready)
+    wait_for(lambda: copies.stats().pages == 0)
 
 
 def test_a_pull_comes_before_copying(close_all):

@@ -7,6 +7,8 @@ import time
 import pytest
 
 from memory.peers import peer_link
+from memory.peers.page_copies import PageCopies
+from memory.peers.peer_store import PeerStore
 from memory.tiers.host_tier import HostTier
 from memory.tiers.page_copy import MemoryCopier
 from tests.support.memory.peer_rig import (
@@ -56,6 +58,22 @@ def test_an_answer_is_used_before_peers_are_asked_again(close_all):
     assert puller.store.ask([name_of(1), name_of(2)]) is None
     assert puller.store.ask([name_of(1), name_of(2)]) is not None
     assert puller.store.ask([name_of(1), name_of(7)]) is not None
+
+
+def test_what_the_peer_is_computing_is_told_apart_from_what_it_lacks(close_all):
+    holder = Holder(2)
+    holder.names.queued("a", [name_of(1), name_of(8)])
+    puller = Puller(holder.server.url)
+    close_all += [puller.store, holder.server]
+    puller.wait_until_ready()
+    assert puller.ask(1, 8, 9) == [1]
+    assert [puller.store.is_coming(name_of(n)) for n in (1, 8, 9)] == [False, True, False]
+    holder.names.ended("a")
+    puller.ask(8)
+    time.sleep(0.01)
+    holder.server.close(5.0)
+    wait_for(lambda: not puller.links[0].is_ready)
+    assert not puller.store.is_coming(name_of(8))
 
 
 def test_several_peers_are_asked_at_once_and_each_gives_its_own(close_all):
@@ -179,6 +197,27 @@ def test_a_peer_with_another_model_is_refused_with_both_values(close_all, caplog
     assert "precision bfloat16, K/V bfloat16 there, int8, K/V int8 here" in caplog.text
     wait_for(lambda: holder.server.snapshot().refused == 1)
     assert puller.ask(1) == []
+
+
+def test_a_copy_that_comes_between_two_looks_is_no_error(close_all):
+    copies = PageCopies(PAGE, 4 * PAGE)
+    store = PeerStore([], copies=copies)
+    close_all.append(store)
+    copies.place(("a", 1), name_of(1))
+    contains = copies.contains
+
+    def contains_after_this(name: bytes) -> bool:
+        is_there = contains(name)
+        if not is_there:
+            copies.filled(name, is_there=True)
+        return is_there
+
+    copies.contains = contains_after_this
+    pages = Pages(1)
+    (load,) = store.load_many([(name_of(1), pages.address(0))])
+    assert load.result(5.0) is False, "a miss"
+    (load,) = store.load_many([(name_of(1), pages.address(0))])
+    assert load.result(5.0) is True
 
 
 def test_closing_ends_transfers(close_all, monkeypatch):

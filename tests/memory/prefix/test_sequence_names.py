@@ -73,8 +73,51 @@ def test_followers_share_the_sequences_and_inherit_those_of_one_that_left():
     again = names.news("f", 99)
     assert {number for number, _ in again} == told["g"]
     assert len(again) == 6, "from their beginning"
-    clock.now_s += FOLLOWER_S + 0.1  # f is late, which counts as having left
+    clock.now_s += FOLLOWER_S + 0.1  # f is late and loses them
     assert {number for number, _ in names.news("h", 99)} == set(range(6))
+
+
+def test_a_late_follower_is_told_what_it_has_lost():
+    names, clock = make()
+    keys = names_of(1, 3)
+    names.queued("a", keys)
+    names.computed("a", 2 * TILE)
+    assert len(names.news("f", 10)) == 2
+    clock.now_s += FOLLOWER_S + 0.1
+    assert names.news("g", 10) == [(0, keys[0]), (0, keys[1])]
+    names.queued("b", names_of(2, 1))
+    names.computed("b", TILE)
+    assert names.news("g", 10) == [(1, names_of(2, 1)[0])], "f gets none until it asks"
+    names.computed("a", 3 * TILE)
+    assert names.news("f", 10) == [(0, ENDED)]
+    assert names.news("f", 10) == []
+    names.ended("a")
+    names.queued("c", names_of(3, 1))
+    names.computed("c", TILE)
+    assert names.news("f", 10) == [(2, names_of(3, 1)[0])], "it has asked"
+    assert names.news("g", 10) == [(0, ENDED)]
+    names.leave("g")
+    assert names.news("f", 10) == [(1, names_of(2, 1)[0])]
+
+
+def test_a_follower_that_gets_a_sequence_again_is_told_its_end_first():
+    names, clock = make()
+    keys = names_of(1, 2)
+    names.queued("a", keys)
+    names.computed("a", 2 * TILE)
+    names.news("f", 10)
+    clock.now_s += FOLLOWER_S + 0.1
+    names.news("g", 10)
+    names.leave("g")
+    assert names.news("f", 10) == [(0, ENDED), (0, keys[0]), (0, keys[1])]
+
+
+def test_a_late_follower_that_was_told_nothing_is_forgotten():
+    names, clock = make()
+    names.news("f", 10)
+    clock.now_s += FOLLOWER_S + 0.1
+    names.news("g", 10)
+    assert names.num_followers == 1
 
 
 def test_what_is_expected_is_what_is_not_computed_yet():
@@ -102,5 +145,8 @@ def test_a_follower_that_comes_and_goes_leaves_nothing_behind():
         names.news(("f", number), 5)
         clock.now_s += FOLLOWER_S + 0.1
         names.ended(number)
-    assert names.num_followers == 1
+    assert all(len(state.ended) <= 1 for state in names._followers.values()), "each had one"
+    for number in range(50):
+        names.leave(("f", number))
+    assert names.num_followers == 0
     assert not names._running

@@ -156,6 +156,25 @@ def test_nobody_computes_the_prompt(pair):
     assert sink.token_ids == expected(token_ids)
 
 
+def test_two_engines_that_get_the_same_awaited_prompt_do_not_wait_for_each_other(
+    tmp_path, key_file
+):
+    urls = [f"inproc://{tmp_path}/{name}" for name in "ab"]
+    token_ids = prompt(3)
+    with ExitStack() as opened:
+        engines = [
+            opened.enter_context(engine(key_file, kv_listen=own, kv_peers=[other]))
+            for own, other in (urls, reversed(urls))
+        ]
+        wait_for(lambda: all(pulls(each).is_connected for each in engines))
+        begun_s = time.monotonic()
+        sinks = [submit(each, token_ids, AWAITED) for each in engines]
+        wait_for(lambda: all(sink.is_over for sink in sinks))
+        longest_s = max(sink.ended_s for sink in sinks) - begun_s
+        assert prefix_lookup._UNKNOWN_S <= longest_s < prefix_lookup._UNKNOWN_S + 1.5
+    assert [sink.token_ids for sink in sinks] == 2 * [expected(token_ids)]
+
+
 def test_an_engine_without_peers_does_not_wait():
     token_ids = prompt(3)
     with LLM(str(checkpoint("llama")), **SETTINGS) as llm:
