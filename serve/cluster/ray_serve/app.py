@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
 from serve.cluster.front.prefix_affinity import block_names
 from serve.cluster.ray_serve.policy import QueuePolicy
-from serve.cluster.ray_serve.server_replica import CallSent, ServerReplica
-from serve.errors import ConfigError
+from serve.cluster.ray_serve.server_replica import CallSent, ServerReplica, check_path
+from serve.errors import ConfigError, RequestError
+from serve.http.edge.errors import ApiError
 
 STATS_PERIOD_S = 0.5
 MAX_CALLS = 1024
@@ -27,6 +29,8 @@ _NUMBERS = {
     "grow_seconds": 5.0,
     "shrink_seconds": 60.0,
 }
+_KEPT = "".join(chr(code) for code in range(0x21, 0x7F))
+"""Characters of a path and query that stay as they are; a percent sign is of an escape already."""
 _OF_RAY = ("host", "port", "quiet", "more_models", "tls_cert", "tls_key")
 
 
@@ -39,11 +43,16 @@ class Ingress:
 
     async def __call__(self, request: Any) -> Any:
         """request: Starlette's."""
-        from starlette.responses import StreamingResponse
+        from starlette.responses import Response, StreamingResponse
 
+        try:
+            path = path_of(request.scope)
+        except RequestError as error:
+            refusal = ApiError(400, str(error), code=error.code)
+            return Response(refusal.body(), status_code=400, media_type="application/json")
         sent = call_of(
             request.method,
-            request.url.path + ("?" + request.url.query if request.url.query else ""),
+            path,
             [
                 (name.decode("latin-1"), value.decode("latin-1"))
                 for name, value in request.headers.raw
@@ -60,6 +69,18 @@ class Ingress:
 async def _rest_of(answer: Any) -> AsyncIterator[bytes]:
     async for content in answer:
         yield content
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """Returns path and query as the client has sent them. RequestError if they name a host.
+
+    scope: of ASGI; its `path` has lost the escapes, `raw_path` has them.
+    """
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    query = scope.get("query_string", b"")
+    path = quote(raw + (b"?" + query if query else b""), safe=_KEPT)
+    check_path(path)
+    return path
 
 
 def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> CallSent:

@@ -12,11 +12,12 @@ from collections.abc import AsyncIterator, Mapping
 from typing import Any, TypedDict
 
 import aiohttp
+from yarl import URL
 
 from serve.cluster.rank_process import RankProcess, RankSpec
 from serve.cluster.ray_serve.choice import BLOCK_TOKENS, ReplicaStats
 from serve.cluster.ray_serve.policy import QUEUE
-from serve.errors import MergestepError
+from serve.errors import MergestepError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ class ServerReplica:
             timeout = aiohttp.ClientTimeout(total=None)
             connector = aiohttp.TCPConnector(limit=0)
             self._session = aiohttp.ClientSession(
-                self._process.url, timeout=timeout, connector=connector, auto_decompress=False
+                timeout=timeout, connector=connector, auto_decompress=False
             )
         return self._session
 
@@ -86,7 +87,7 @@ class ServerReplica:
         headers = kept_headers(sent["headers"])
         async with self._client().request(
             sent["method"],
-            sent["path"],
+            url_at(self._process.url, sent["path"]),
             headers=headers,
             data=sent["body"] or None,
             allow_redirects=False,
@@ -134,7 +135,7 @@ class ServerReplica:
             headers["Content-Type"] = "application/json"
         timeout = aiohttp.ClientTimeout(total=_ASK_S)
         async with self._client().request(
-            method, path, data=body, headers=headers, timeout=timeout
+            method, url_at(self._process.url, path), data=body, headers=headers, timeout=timeout
         ) as answer:
             content = await answer.read()
             if answer.status != 200:
@@ -151,6 +152,24 @@ class ServerReplica:
         while process.status() is None and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         process.kill()
+
+
+def url_at(server: str, path: str) -> URL:
+    """Returns the address of a path and query, as they are, at a server. RequestError if they would
+    lead elsewhere."""
+    check_path(path)
+    # joined as text: resolving `path` against the server would also take its host from it
+    url, own = URL(server + path, encoded=True), URL(server)
+    if (url.scheme, url.host, url.port) != (own.scheme, own.host, own.port):
+        raise RequestError("the path of a call must not name a host", code="invalid_path")
+    return url
+
+
+def check_path(path: str) -> None:
+    """Raises RequestError if a call's path does not begin with exactly one slash: `//host/x` is an
+    address of another host."""
+    if not path.startswith("/") or path.startswith("//"):
+        raise RequestError("the path of a call must begin with exactly one /", code="invalid_path")
 
 
 def stats_of(number: int, load: Mapping[str, Any], metrics: str) -> ReplicaStats:

@@ -1,0 +1,146 @@
+"""Calls that pass through a replica to its server, without Ray: paths, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+from aiohttp import web
+
+from serve.cluster.ray_serve import server_replica
+from serve.cluster.ray_serve.app import Ingress, call_of, path_of
+from serve.cluster.ray_serve.server_replica import ServerReplica, url_at
+from serve.errors import RequestError
+
+Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
+
+
+@asynccontextmanager
+async def answering(answer: Answer) -> AsyncIterator[str]:
+    """Yields the address of a server that gives this answer to all calls."""
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        yield f"http://{host}:{port}"
+    finally:
+        await runner.cleanup()
+
+
+class Process:
+    """Stands for the process of a server that runs elsewhere."""
+
+    def __init__(self, url: str, spec: Any) -> None:
+        self.url, self.spec = url, spec
+
+    def status(self) -> int | None:
+        return None
+
+    def take_lines(self) -> list[str]:
+        return []
+
+    def send_signal(self, number: int) -> None:
+        self.status = lambda: 0  # type: ignore[method-assign]
+
+    def kill(self) -> None:
+        pass
+
+
+@asynccontextmanager
+async def replica_of(url: str, **settings: Any) -> AsyncIterator[ServerReplica]:
+    """Yields a replica whose server is at an address."""
+    with mock.patch.object(server_replica, "RankProcess", lambda spec: Process(url, spec)):
+        replica = ServerReplica(settings)
+    try:
+        yield replica
+    finally:
+        await replica._client().close()
+
+
+async def call(replica: ServerReplica, path: str) -> tuple[int, bytes]:
+    answer = replica.call(call_of("GET", path, [("Authorization", "Bearer secret")], b""))
+    status, _ = await anext(answer)
+    return status, b"".join([content async for content in answer])
+
+
+async def told(request: web.BaseRequest) -> web.Response:
+    return web.Response(text=request.raw_path)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/v1/models/org%2Fname?x=%26a&y=1+2%2B",
+        "/a/../b",
+        "/a/%2e%2e/./b//c",
+        "/x%0d%0aHost:%20elsewhere",
+        "/v1/models/na%C3%AFve%3F",
+        "/@127.0.0.1:1/x",
+        "/?url=//127.0.0.1:1/x",
+    ],
+)
+def test_the_server_gets_the_path_as_the_client_has_sent_it(path: str) -> None:
+    raw, _, query = path.encode().partition(b"?")
+    scope = {"raw_path": raw, "path": "/not this", "query_string": query}
+
+    async def run() -> None:
+        async with answering(told) as url, replica_of(url) as replica:
+            assert await call(replica, path_of(scope)) == (200, path.encode())
+
+    asyncio.run(run())
+
+
+def test_a_path_without_escapes_gets_them() -> None:
+    assert path_of({"path": "/a b/100%?", "query_string": b""}) == "/a%20b/100%25%3F"
+    scope = {"raw_path": "/ä b".encode(), "path": "", "query_string": b"c=\r\n"}
+    assert path_of(scope) == "/%C3%A4%20b?c=%0D%0A"
+
+
+def test_no_path_leads_to_another_host() -> None:
+    reached = []
+
+    async def other(request: web.BaseRequest) -> web.Response:
+        reached.append(request.headers.get("Authorization"))
+        return web.Response()
+
+    async def run() -> None:
+        async with (
+            answering(other) as elsewhere,
+            answering(told) as url,
+            replica_of(url) as replica,
+        ):
+            address = elsewhere.removeprefix("http:")
+            for path in (f"{address}/x", f"/{address}", elsewhere, "*", "", "x", address[2:]):
+                for attempt in (
+                    lambda path=path: path_of({"raw_path": path.encode(), "path": path}),
+                    lambda path=path: url_at(url, path),
+                ):
+                    with pytest.raises(RequestError, match="begin with exactly one /"):
+                        attempt()
+                with pytest.raises(RequestError):
+                    await call(replica, path)
+            assert not reached
+
+    asyncio.run(run())
+
+
+def test_an_address_is_joined_as_text() -> None:
+    assert str(url_at("http://127.0.0.1:8000", "/a/../b?c")) == "http://127.0.0.1:8000/a/../b?c"
+
+
+def test_the_ingress_refuses_what_is_no_path() -> None:
+    pytest.importorskip("starlette")
+    from starlette.requests import Request
+
+    scope = {"type": "http", "method": "GET", "headers": [], "query_string": b""}
+    scope |= {"path": "//127.0.0.1:1/x", "raw_path": b"//127.0.0.1:1/x"}
+    answer = asyncio.run(Ingress(None)(Request(scope)))
+    assert answer.status_code == 400
+    assert json.loads(answer.body)["error"]["code"] == "invalid_path"
