@@ -1,4 +1,4 @@
-"""Calls that pass through a replica to its server, without Ray: paths, what is refused."""
+"""Calls to a replica's server, without Ray: paths, what is refused, what the server tells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from aiohttp import web
 
 from serve.cluster.ray_serve import server_replica
 from serve.cluster.ray_serve.app import Ingress, call_of, path_of
-from serve.cluster.ray_serve.server_replica import ServerReplica, url_at
+from serve.cluster.ray_serve.choice import BLOCK_TOKENS, PredictedChoice, ReplicaStats
+from serve.cluster.ray_serve.policy import QUEUE
+from serve.cluster.ray_serve.server_replica import ServerReplica, StatusError, url_at
 from serve.errors import RequestError
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
@@ -144,3 +146,84 @@ def test_the_ingress_refuses_what_is_no_path() -> None:
     answer = asyncio.run(Ingress(None)(Request(scope)))
     assert answer.status_code == 400
     assert json.loads(answer.body)["error"]["code"] == "invalid_path"
+
+
+# -- what a server tells
+
+LOAD = {"predicted_queue_seconds": 0.5, "predicted_ttft_seconds": 2.5}
+PULLS = "mergestep:kv_peer_pull_seconds_total 4.0\nmergestep:kv_peer_pulled_pages_total 100.0\n"
+PULLS += 'vllm:cache_config_info{block_size="16"} 1.0\n'
+
+
+class Telling:
+    """A server's answers: the statuses of its load and metrics, and the tokens of its context."""
+
+    def __init__(self) -> None:
+        self.load = self.metrics = 200
+        self.context = 4096
+        self.asked: list[int] = []
+
+    async def __call__(self, request: web.BaseRequest) -> web.Response:
+        if request.path == "/metrics":
+            return web.Response(status=self.metrics, text=PULLS)
+        self.asked.append((await request.json())["prompt_tokens"])
+        status = 400 if self.asked[-1] > self.context else self.load
+        return web.json_response(LOAD, status=status)
+
+
+def test_a_server_that_tells_no_load_is_avoided() -> None:
+    server = Telling()
+
+    async def run() -> None:
+        async with answering(server) as url, replica_of(url) as replica:
+            first = ReplicaStats.from_json(await replica.record_routing_stats())
+            assert first.queue_s == 0.5
+            assert await replica.record_autoscaling_stats() == {QUEUE: 0.5}
+            for status in (400, 429, 500, 503):
+                server.load = status
+                stats = ReplicaStats.from_json(await replica.record_routing_stats())
+                assert stats.number > first.number
+                busy = {"refuses": stats, "busy": ReplicaStats(1, 600.0, 0.1)}
+                assert PredictedChoice().rank(busy, [])[0] == "busy", status
+                if status == 429:
+                    found = await replica.record_autoscaling_stats()
+                    assert found[QUEUE] > 600.0, "another replica would help"
+                else:
+                    with pytest.raises(StatusError, match=f"/internal/load: {status}"):
+                        await replica.record_autoscaling_stats()
+            server.load = 200
+            stats = ReplicaStats.from_json(await replica.record_routing_stats())
+            assert stats.queue_s == 0.5 and stats.block_s == first.block_s
+        async with replica_of(url) as replica:
+            stats = ReplicaStats.from_json(await replica.record_routing_stats())
+            assert stats.queue_s > 600.0, "it cannot be reached"
+
+    asyncio.run(run())
+
+
+def test_a_short_context_is_asked_for_fewer_tokens() -> None:
+    server = Telling()
+    server.context = 200
+
+    async def run() -> None:
+        async with answering(server) as url, replica_of(url) as replica:
+            for _ in range(2):
+                stats = ReplicaStats.from_json(await replica.record_routing_stats())
+                assert stats.queue_s == 0.5
+                assert stats.block_s == pytest.approx(2.0 / 128 * BLOCK_TOKENS)
+            assert server.asked == [512, 256, 128, 128]
+
+    asyncio.run(run())
+
+
+def test_a_server_without_metrics_tells_its_wait() -> None:
+    server = Telling()
+
+    async def run() -> None:
+        async with answering(server) as url, replica_of(url) as replica:
+            first = ReplicaStats.from_json(await replica.record_routing_stats())
+            server.metrics = 404
+            stats = ReplicaStats.from_json(await replica.record_routing_stats())
+            assert stats.queue_s == 0.5 and stats.pull_s == first.pull_s is not None
+
+    asyncio.run(run())

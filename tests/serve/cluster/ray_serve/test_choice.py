@@ -90,11 +90,14 @@ def test_stats_follow_from_what_the_server_publishes() -> None:
             'vllm:cache_config_info{block_size="16",num_gpu_blocks="9"} 1.0',
         ]
     )
-    found = stats_of(7, load, metrics)
+    found = stats_of(7, load, 512, metrics)
     assert found.number == 7 and found.queue_s == 0.5
     assert found.block_s == pytest.approx(2.0 / 512 * BLOCK_TOKENS)
     assert found.pull_s == pytest.approx(4.0 / 1600 * BLOCK_TOKENS)
-    unknown = stats_of(1, {"predicted_queue_seconds": 0.0, "predicted_ttft_seconds": 0.0}, "")
+    shorter = stats_of(8, load, 256, metrics)
+    assert shorter.block_s == pytest.approx(2.0 / 256 * BLOCK_TOKENS)
+    nothing = {"predicted_queue_seconds": 0.0, "predicted_ttft_seconds": 0.0}
+    unknown = stats_of(1, nothing, 512, "")
     assert unknown == ReplicaStats(1)
 
 
