@@ -6,6 +6,8 @@ the servers are `serve run` processes. Calls and streams pass through both uncha
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +16,12 @@ import orjson
 
 from serve.cluster.front.prefix_affinity import block_names
 from serve.cluster.ray_serve.policy import QueuePolicy
-from serve.cluster.ray_serve.server_replica import CallSent, ServerReplica, check_path
+from serve.cluster.ray_serve.server_replica import (
+    CallSent,
+    ServerReplica,
+    check_environment,
+    check_path,
+)
 from serve.errors import ConfigError, RequestError
 from serve.http.edge.errors import ApiError
 
@@ -91,7 +98,7 @@ def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes)
         try:
             read = orjson.loads(body)
             names = block_names(read, client) if isinstance(read, dict) else []
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: nested too deeply to be written again
             pass  # the server says what is wrong
     return CallSent(method=method, path=path, headers=headers, body=body, names=names)
 
@@ -105,6 +112,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     wrong, also if Ray Serve is not installed.
     """
     numbers, settings = split_args(args)
+    check_environment(os.environ, settings)
     try:
         from ray import serve
         from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -148,7 +156,7 @@ def split_args(args: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any
     numbers: dict[str, float] = {}
     for name, default in _NUMBERS.items():
         value = args.get(name, default)
-        is_number = type(value) in (int, float) and value >= 0
+        is_number = type(value) in (int, float) and 0 <= value < math.inf
         if not is_number or (type(default) is int and value != int(value)):
             raise ConfigError(f"{name} must be a number from 0 on, not {value!r}")
         numbers[name] = value
@@ -163,6 +171,8 @@ def split_args(args: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any
     for name in _OF_RAY:
         if name in settings:
             raise ConfigError(f"{name} is Ray Serve's own, and no setting of its servers")
+    if settings.get("api_keys"):
+        raise ConfigError("api_keys is no argument: write the keys to a file, and set api_key_file")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if settings.get(name, 1) != 1:
             raise ConfigError(f"{name}: a replica is one process here; see `serve cluster`")

@@ -17,7 +17,7 @@ from yarl import URL
 from serve.cluster.rank_process import RankProcess, RankSpec
 from serve.cluster.ray_serve.choice import BLOCK_TOKENS, ReplicaStats
 from serve.cluster.ray_serve.policy import QUEUE
-from serve.errors import MergestepError, RequestError
+from serve.errors import ConfigError, MergestepError, RequestError
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,7 @@ _NO_ANSWER_S = 3600.0  # the wait at a server that tells none: longer than at an
 _OVERLOADED = 429
 _CHUNK_BYTES = 64 << 10
 _KEYS, _KEY_NAME = "MERGESTEP_API_KEYS", "mergestep-ray"
+_KEY_FILE = "MERGESTEP_API_KEY_FILE"
 _OF_A_HOP = {
     *("connection", "keep-alive", "proxy-authenticate", "proxy-authorization", "te", "trailers"),
     *("transfer-encoding", "upgrade", "content-length", "host", "date", "server"),
@@ -59,7 +60,8 @@ class ServerReplica:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """settings: those of `serve run` by name. MergestepError with the server's last lines if it
-        does not start."""
+        does not start. ConfigError if this machine's environment has keys."""
+        check_environment(os.environ, settings)
         self._key = secrets.token_hex(16) if settings.get("api_key_file") else ""
         keys = {_KEYS: f"{_KEY_NAME}:{self._key}"} if self._key else {}
         self._process = RankProcess(
@@ -193,6 +195,20 @@ class ServerReplica:
         while process.status() is None and time.monotonic() < end_s:
             time.sleep(_POLL_S)
         process.kill()
+
+
+def check_environment(environment: Mapping[str, str], settings: Mapping[str, Any]) -> None:
+    """Raises ConfigError if the environment has keys. The servers do not inherit them, and would
+    answer everybody."""
+    ignored = [_KEYS, "MERGESTEP_API_KEY"]
+    if not settings.get("api_key_file"):
+        ignored.append(_KEY_FILE)
+    for name in ignored:
+        if environment.get(name):
+            raise ConfigError(
+                f"{name} of the environment does not reach the servers of Ray Serve: write the keys"
+                " to a file, name it as the argument api_key_file, and unset the variable"
+            )
 
 
 def url_at(server: str, path: str) -> URL:

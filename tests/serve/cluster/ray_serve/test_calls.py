@@ -13,11 +13,11 @@ import pytest
 from aiohttp import web
 
 from serve.cluster.ray_serve import server_replica
-from serve.cluster.ray_serve.app import Ingress, call_of, path_of
+from serve.cluster.ray_serve.app import Ingress, build_app, call_of, path_of
 from serve.cluster.ray_serve.choice import BLOCK_TOKENS, PredictedChoice, ReplicaStats
 from serve.cluster.ray_serve.policy import QUEUE
 from serve.cluster.ray_serve.server_replica import ServerReplica, StatusError, url_at
-from serve.errors import RequestError
+from serve.errors import ConfigError, RequestError
 
 Answer = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
@@ -225,5 +225,39 @@ def test_a_server_without_metrics_tells_its_wait() -> None:
             server.metrics = 404
             stats = ReplicaStats.from_json(await replica.record_routing_stats())
             assert stats.queue_s == 0.5 and stats.pull_s == first.pull_s is not None
+
+    asyncio.run(run())
+
+
+# -- keys of the environment
+
+
+@pytest.mark.parametrize(
+    "name", ["MERGESTEP_API_KEYS", "MERGESTEP_API_KEY", "MERGESTEP_API_KEY_FILE"]
+)
+def test_keys_of_the_environment_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, "hidden")
+    for begin in (build_app, ServerReplica):
+        with pytest.raises(ConfigError, match=f"^{name} of the environment .*api_key_file") as told:
+            begin({"model": "default"})
+        assert "hidden" not in str(told.value)
+
+
+def test_a_file_of_keys_makes_one_for_the_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGESTEP_API_KEY_FILE", "elsewhere")
+    monkeypatch.setenv("MERGESTEP_API_KEY", "")
+    sent: list[str | None] = []
+
+    async def answer(request: web.BaseRequest) -> web.Response:
+        sent.append(request.headers.get("Authorization"))
+        return web.Response()
+
+    async def run() -> None:
+        async with answering(answer) as url, replica_of(url, api_key_file="keys") as replica:
+            await replica.check_health()
+            spec = replica._process.spec  # type: ignore[attr-defined]
+            name, key = spec.secrets["MERGESTEP_API_KEYS"].split(":")
+            assert 'api_key_file = "keys"' in spec.settings and name == "mergestep-ray"
+            assert sent == [f"Bearer {key}"]
 
     asyncio.run(run())
