@@ -6,15 +6,24 @@ the servers are `serve run` processes. Calls and streams pass through both uncha
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
+from urllib.parse import quote
 
 import orjson
 
 from serve.cluster.front.prefix_affinity import block_names
 from serve.cluster.ray_serve.policy import QueuePolicy
-from serve.cluster.ray_serve.server_replica import CallSent, ServerReplica
-from serve.errors import ConfigError
+from serve.cluster.ray_serve.server_replica import (
+    CallSent,
+    ServerReplica,
+    check_environment,
+    check_path,
+)
+from serve.errors import ConfigError, RequestError
+from serve.http.edge.errors import ApiError
 
 STATS_PERIOD_S = 0.5
 MAX_CALLS = 1024
@@ -27,6 +36,8 @@ _NUMBERS = {
     "grow_seconds": 5.0,
     "shrink_seconds": 60.0,
 }
+_KEPT = "".join(chr(code) for code in range(0x21, 0x7F))
+"""Characters of a path and query that stay as they are; a percent sign is of an escape already."""
 _OF_RAY = ("host", "port", "quiet", "more_models", "tls_cert", "tls_key")
 
 
@@ -39,11 +50,16 @@ class Ingress:
 
     async def __call__(self, request: Any) -> Any:
         """request: Starlette's."""
-        from starlette.responses import StreamingResponse
+        from starlette.responses import Response, StreamingResponse
 
+        try:
+            path = path_of(request.scope)
+        except RequestError as error:
+            refusal = ApiError(400, str(error), code=error.code)
+            return Response(refusal.body(), status_code=400, media_type="application/json")
         sent = call_of(
             request.method,
-            request.url.path + ("?" + request.url.query if request.url.query else ""),
+            path,
             [
                 (name.decode("latin-1"), value.decode("latin-1"))
                 for name, value in request.headers.raw
@@ -62,6 +78,18 @@ async def _rest_of(answer: Any) -> AsyncIterator[bytes]:
         yield content
 
 
+def path_of(scope: Mapping[str, Any]) -> str:
+    """Returns path and query as the client has sent them. RequestError if they name a host.
+
+    scope: of ASGI; its `path` has lost the escapes, `raw_path` has them.
+    """
+    raw = scope.get("raw_path") or quote(scope["path"]).encode()
+    query = scope.get("query_string", b"")
+    path = quote(raw + (b"?" + query if query else b""), safe=_KEPT)
+    check_path(path)
+    return path
+
+
 def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> CallSent:
     """Returns a call with the names of its prompt's blocks."""
     names: list[bytes] = []
@@ -70,7 +98,7 @@ def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes)
         try:
             read = orjson.loads(body)
             names = block_names(read, client) if isinstance(read, dict) else []
-        except ValueError:
+        except (ValueError, TypeError):  # TypeError: nested too deeply to be written again
             pass  # the server says what is wrong
     return CallSent(method=method, path=path, headers=headers, body=body, names=names)
 
@@ -84,6 +112,7 @@ def build_app(args: Mapping[str, Any]) -> Any:
     wrong, also if Ray Serve is not installed.
     """
     numbers, settings = split_args(args)
+    check_environment(os.environ, settings)
     try:
         from ray import serve
         from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
@@ -127,7 +156,7 @@ def split_args(args: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any
     numbers: dict[str, float] = {}
     for name, default in _NUMBERS.items():
         value = args.get(name, default)
-        is_number = type(value) in (int, float) and value >= 0
+        is_number = type(value) in (int, float) and 0 <= value < math.inf
         if not is_number or (type(default) is int and value != int(value)):
             raise ConfigError(f"{name} must be a number from 0 on, not {value!r}")
         numbers[name] = value
@@ -142,6 +171,8 @@ def split_args(args: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any
     for name in _OF_RAY:
         if name in settings:
             raise ConfigError(f"{name} is Ray Serve's own, and no setting of its servers")
+    if settings.get("api_keys"):
+        raise ConfigError("api_keys is no argument: write the keys to a file, and set api_key_file")
     for name in ("tensor_parallel_size", "pipeline_parallel_size"):
         if settings.get(name, 1) != 1:
             raise ConfigError(f"{name}: a replica is one process here; see `serve cluster`")

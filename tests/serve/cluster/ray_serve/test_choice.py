@@ -90,11 +90,14 @@ def test_stats_follow_from_what_the_server_publishes() -> None:
             'vllm:cache_config_info{block_size="16",num_gpu_blocks="9"} 1.0',
         ]
     )
-    found = stats_of(7, load, metrics)
+    found = stats_of(7, load, 512, metrics)
     assert found.number == 7 and found.queue_s == 0.5
     assert found.block_s == pytest.approx(2.0 / 512 * BLOCK_TOKENS)
     assert found.pull_s == pytest.approx(4.0 / 1600 * BLOCK_TOKENS)
-    unknown = stats_of(1, {"predicted_queue_seconds": 0.0, "predicted_ttft_seconds": 0.0}, "")
+    shorter = stats_of(8, load, 256, metrics)
+    assert shorter.block_s == pytest.approx(2.0 / 256 * BLOCK_TOKENS)
+    nothing = {"predicted_queue_seconds": 0.0, "predicted_ttft_seconds": 0.0}
+    unknown = stats_of(1, nothing, 512, "")
     assert unknown == ReplicaStats(1)
 
 
@@ -105,7 +108,8 @@ def test_a_call_has_the_names_of_its_prompt() -> None:
     assert len(call["names"]) >= 7 and call["body"] == body
     other = call_of("POST", "/v1/chat/completions", [("authorization", "Bearer y")], body)
     assert not set(call["names"]) & set(other["names"]), "keys share no K/V"
-    for wrong in (b"", b"no json", b"[1]"):
+    deep = b'{"prompt": ' + b"[" * 300 + b"]" * 300 + b"}"
+    for wrong in (b"", b"no json", b"[1]", deep):
         assert call_of("POST", "/v1/completions", [], wrong)["names"] == []
 
 
@@ -126,6 +130,10 @@ def test_settings_become_those_of_a_server_of_this_machine() -> None:
         ({"min_replicas": 3}, "min_replicas 3 must be from 0 to max_replicas"),
         ({"max_replicas": 0, "min_replicas": 0}, "min_replicas 0"),
         ({"max_replicas": 1.5}, "max_replicas must be a number"),
+        ({"max_replicas": float("inf")}, "max_replicas must be a number from 0 on, not inf"),
+        ({"cpus_per_replica": float("nan")}, "cpus_per_replica must be a number"),
+        ({"grow_seconds": float("inf")}, "grow_seconds must be a number"),
+        ({"api_keys": "x"}, "api_keys is no argument"),
         ({"queue_seconds": "1"}, "queue_seconds must be a number"),
         ({"cpus_per_replica": 0}, "cpus_per_replica must be at least 1"),
         ({"port": 8000}, "port is Ray Serve's own"),
