@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import signal
@@ -34,6 +35,7 @@ from ops import get_backend
 from ops.cpu import native_library
 from tests.support.cuda.quick_interpreter import remember_builtins
 from tests.support.engine.raw_engine import NODE_BYTES
+from tests.support.profile import THOROUGH
 from tests.support.text.trials import save_child_processes, skip_trials
 
 HAS_GPU = torch.cuda.is_available()
@@ -43,6 +45,15 @@ def pytest_runtest_setup() -> None:
     # not before a test has imported Triton, which takes a while and prints what it leaks at exit
     if not HAS_GPU:
         remember_builtins()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def freed_here() -> Iterator[None]:
+    """What the tests of a file leave behind is freed at its end, in the thread that made it, so that
+    a crash in doing so is this file's. Too slow for every day."""
+    yield
+    if THOROUGH:
+        gc.collect()
 
 
 @pytest.fixture(autouse=True)
