@@ -17,8 +17,9 @@ from serve.cluster.front.apart import (
     next_server,
     role_counts,
 )
+from serve.cluster.front.parting import Parting
 from serve.cluster.front.prompt import Lengths, Prompt
-from serve.cluster.front.replicas import Replica
+from serve.cluster.front.replicas import Replica, ReplicaSet
 
 LOAD: dict[str, Any] = {
     "queue_s": 0.0,
@@ -226,6 +227,30 @@ def test_a_hand_over_is_learned_without_its_pull() -> None:
     for _ in range(30):
         replica.note_handover(0.5, 1024.0)
     assert replica.handover_s == pytest.approx(0.4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"), [("continuation_differs", "no_peers"), ("overloaded", "does_not_pay")]
+)
+def test_calls_stay_after_hand_overs_that_are_refused(code: str, reason: str) -> None:
+    """A refusal for good bars the pair at once; others make hand-overs dear, one by one."""
+    servers = ReplicaSet(["http://a", "http://b"], lost_after_s=1.0)
+    one, two = servers.replicas
+    one.load = load(engine="a", pulls_from=["b"], num_streams=2, slowdown=1.5)
+    two.load = load(engine="b", pulls_from=["a"])
+    one.is_ready = two.is_ready = True
+    one.num_others, one.num_calls, two.prompt_share = 2, 2, 0.6
+    parting = Parting(servers, is_on=True)
+    prompt = Prompt([], 1024, is_counted=True, is_stream=True, most=64, can_part=True)
+    moved = 0
+    for now_s in range(10):
+        two.sent_s = one.sent_s = 0.0
+        _, following = parting.choose(prompt, (), float(now_s))
+        if following is not None:
+            moved += 1
+            parting.not_moved(prompt, two, following, code)
+    assert moved == (1 if reason == "no_peers" else 2), parting.counts
+    assert parting.counts.num_together == {reason: 10 - moved}
 
 
 def test_lengths_are_learned() -> None:
