@@ -181,6 +181,56 @@ def test_a_peer_that_ends_is_replaced_by_its_successor(
     assert torch.equal(made.data[DATA_START:], data[DATA_START:])
 
 
+def end_of(run: Callable[[], object], timeout_s: float = 20.0) -> BaseException | None:
+    """Runs it in a thread, and returns what it raised; it fails when the time is over."""
+    raised: list[BaseException] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except BaseException as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=catch, daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    assert not thread.is_alive(), "it hangs"
+    return raised[0] if raised else None
+
+
+def test_a_peer_that_ends_for_good_ends_the_pull(
+    tmp_path: Path, index: Index, data: torch.Tensor, hurried: None
+) -> None:
+    made = Pull(index)
+    with serving(f"shm://{tmp_path}/w", index, data, 40 << 20) as server:
+        link = connected(server.url)
+        threading.Timer(0.3, server.close).start()
+        assert isinstance(end_of(lambda: made.run([link], object)), PullFailed)
+    assert sorted(made._todo) == list(range(len(chunks_of(END))))[-len(made._todo) :]
+    assert made._num_left == len(made._todo) and made._num_peers == 0
+
+
+def test_an_error_in_a_thread_ends_the_pull(
+    tmp_path: Path,
+    index: Index,
+    data: torch.Tensor,
+    hurried: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an error of ours")
+
+    with serving(f"inproc://{tmp_path}", index, data) as server:
+        for owner, name in ((WeightLink, "ask"), (WeightLink, "receive"), (Pull, "_is_right")):
+            with monkeypatch.context() as changed:
+                changed.setattr(owner, name, fail)
+                made = Pull(index)
+                link = connected(server.url)
+                error = end_of(lambda made=made, link=link: made.run([link], object))  # type: ignore[misc]
+            assert isinstance(error, PullFailed) and "an error of ours" in str(error)
+            assert len(made._todo) == made._num_left == len(chunks_of(END)), name
+
+
 Answer = Callable[[Endpoint, Header], None]
 
 
@@ -266,6 +316,45 @@ def test_a_stop_ends_the_pull_at_once(tmp_path: Path, index: Index, data: torch.
         pytest.raises(KeyboardInterrupt),
     ):
         Pull(index).run([connected(server.url)], stop)
+
+
+def drop_by_drop(endpoint: Endpoint, head: Header) -> None:
+    """Sends a byte at a time, never later than it may."""
+    for at in range(head.start, head.start + 4096):
+        post_bytes(endpoint, part(head, b"x", start=at))
+        time.sleep(0.05)
+
+
+def test_a_peer_that_is_too_slow_is_left(
+    tmp_path: Path, index: Index, hurried: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(links, "LEAST_RATE", 64 << 20)
+    with answering(f"inproc://{tmp_path}", drop_by_drop) as url:
+        made, link = Pull(index), connected(url)
+        error = end_of(lambda: made.run([link], object))
+        assert isinstance(error, PullFailed) and "bytes came in" in str(error)
+        place = (CHUNK_BYTES, "0" * 64)
+        link.connect()
+        error = end_of(lambda: link.fetch(Area.INDEX, place))
+        assert isinstance(error, TransportError) and "bytes came in" in str(error)
+
+
+def test_a_stop_does_not_wait_for_a_slow_peer(tmp_path: Path, index: Index) -> None:
+    end_s = time.monotonic() + 1.0
+
+    def poll() -> None:
+        if time.monotonic() > end_s:
+            raise KeyboardInterrupt
+
+    with answering(f"inproc://{tmp_path}", drop_by_drop) as url:
+        made, link = Pull(index), connected(url)
+        assert isinstance(end_of(lambda: made.run([link], poll), 4.0), KeyboardInterrupt)
+        link.connect()
+        end_s = time.monotonic() + 1.0
+        place = (CHUNK_BYTES, "0" * 64)
+        error = end_of(lambda: link.fetch(Area.INDEX, place, poll), 4.0)
+        assert isinstance(error, KeyboardInterrupt)
+        link.close()
 
 
 # -- those that ask for wrong things
