@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from serve.models.packed_cache.layout import DATA_START
+from serve.models.packed_cache.layout import DATA_START, shown
 from serve.weight_peers.wire import (
     HEADER_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -170,7 +170,7 @@ def _read_description(body: bytes) -> Description:
         if type(is_complete) is not bool or not isinstance(checkpoint, str):
             raise ValueError("what it is of")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise WeightProtocolError(f"a description that is wrong: {error}") from error
+        raise WeightProtocolError(f"a description that is wrong: {shown(error)}") from error
     return Description(data_end, is_complete, checkpoint, index, table)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 from ops.cpu import native_library
+from ops.cpu.native_stored import NUM_BUFFERS
 from serve.models.packed_cache.in_memory import PackedBytes
 from serve.models.packed_cache.layout import (
     CHUNK_BYTES,
@@ -34,6 +36,7 @@ from serve.weight_peers.wire import (
     Header,
     Kind,
     WeightProtocolError,
+    digest_of,
     pack_header,
     read_header,
 )
@@ -401,6 +404,33 @@ def test_an_index_that_was_changed_is_not_read(index: Index) -> None:
     content = index.to_bytes()
     with pytest.raises(DamagedCache):
         read_index(content[:-1] + b" ", b"\0" * 32, Span(END, len(content)))
+
+
+NUM_CHUNKS = len(chunks_of(END))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"checksums": dict.fromkeys(map(str, range(NUM_CHUNKS)), 1)},
+        {"checksums": [1.0] * NUM_CHUNKS},
+        {"checksums": [-1] * NUM_CHUNKS},
+        {"checksums": [1 << 64] * NUM_CHUNKS},
+        {"checksums": "1" * NUM_CHUNKS},
+        {"checksums": [1] * (NUM_CHUNKS - 1)},
+        {"data_end": float(END)},
+        {"entries": [["x", [["tensor", "float32", [4], float(DATA_START), 16]]]]},
+        {"entries": [["x", [["tensor", "float32", [4], DATA_START, 16.0]]]]},
+        {"entries": [["x", [["tensor", "x\n" * 500, [4], DATA_START, 16]]]]},
+        {"entries": [["x", [["layer", ["int8"], 1, 1, 1, 1, *[DATA_START, 0] * NUM_BUFFERS]]]]},
+        {"entries": [["x", [["layer", "int8", 1, 1, 1, 1 << 80, *[DATA_START, 0] * NUM_BUFFERS]]]]},
+    ],
+)
+def test_an_index_with_wrong_values_is_not_read(changed: dict[str, object], index: Index) -> None:
+    content = json.dumps(json.loads(index.to_bytes()) | changed).encode()
+    with pytest.raises(DamagedCache, match="its index is wrong") as raised:
+        read_index(content, bytes.fromhex(digest_of(content)), Span(END, len(content)))
+    assert len(str(raised.value)) < 200 and str(raised.value).isprintable()
 
 
 def test_a_header_is_read_as_it_was_written() -> None:
