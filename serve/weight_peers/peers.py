@@ -44,6 +44,8 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 """How long a replica without weight files waits for a peer that has them."""
+LEAST_RATE = 8 << 20
+"""Bytes a second; each of MAX_PEERS then gets twice what a link asks for (link.LEAST_RATE)."""
 _OF_ALL_RANKS = ("protocol", "config", "code", "instruction_set")
 """What a peer must have in common for its table of tensors to be of this model."""
 _RETRY_S = 0.5
@@ -77,6 +79,12 @@ class WeightPeers:
     """What packed weights come from, and go to, beside the files of this machine."""
 
     def __init__(self, settings: PeerSettings) -> None:
+        """ConfigError if the rate is one for which no peer would wait."""
+        if settings.rate is not None and settings.rate < LEAST_RATE:
+            raise ConfigError(
+                f"weights_rate_bytes {settings.rate} must be at least {LEAST_RATE}: up to "
+                f"{MAX_PEERS} replicas share it, and leave a peer that sends too slowly"
+            )
         self._settings = settings
         self._number = 0  # of this rank
         self._progress = LoadProgress()
