@@ -14,7 +14,6 @@ import torch
 
 from ops.cpu import native_library
 from ops.cpu.native_stored import NUM_BUFFERS
-from serve.models.packed_cache.in_memory import PackedBytes
 from serve.models.packed_cache.layout import (
     CHUNK_BYTES,
     DATA_START,
@@ -29,7 +28,7 @@ from serve.weight_peers import link as links
 from serve.weight_peers import pull as pulls
 from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull, PullFailed
-from serve.weight_peers.server import WINDOW_BYTES, OfferedWeights, WeightServer
+from serve.weight_peers.server import WINDOW_BYTES
 from serve.weight_peers.wire import (
     HEADER_BYTES,
     Area,
@@ -40,53 +39,14 @@ from serve.weight_peers.wire import (
     pack_header,
     read_header,
 )
-from transport import connect, listen
-from transport.base import Endpoint, PeerLostError, TransportError
+from tests.support.models.weight_replicas import END, KEY, connected, end_of, pull, serving
+from transport import listen
+from transport.base import Endpoint, TransportError
 from transport.messages import post_bytes, view_of
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="needs the native kernels"
 )
-KEY = b"a secret of the replicas"
-END = DATA_START + 2 * CHUNK_BYTES + 4096
-
-
-@pytest.fixture(scope="module")
-def data() -> torch.Tensor:
-    made = huge_pages(END)
-    made.copy_(torch.randint(0, 256, (END,), dtype=torch.uint8))
-    return made
-
-
-@pytest.fixture(scope="module")
-def index(data: torch.Tensor) -> Index:
-    checksum = native_library.library().checksum
-    chunks = chunks_of(END)
-    return Index(END, [], [checksum(data.data_ptr() + c.start, c.num_bytes) for c in chunks])
-
-
-@contextlib.contextmanager
-def serving(
-    url: str, index: Index, data: torch.Tensor, rate: int | None = None
-) -> Iterator[WeightServer]:
-    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES)
-    server = WeightServer(listener, OfferedWeights(PackedBytes((index, data)), "x", b"{}"), rate)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def connected(url: str) -> WeightLink:
-    link = WeightLink(url, KEY)
-    link.connect()
-    return link
-
-
-def pull(index: Index, *urls: str) -> Pull:
-    made = Pull(index)
-    made.run([connected(url) for url in urls], object)
-    return made
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
@@ -182,23 +142,6 @@ def test_a_peer_that_ends_is_replaced_by_its_successor(
         thread.join()
     assert made.num_repeated >= 1
     assert torch.equal(made.data[DATA_START:], data[DATA_START:])
-
-
-def end_of(run: Callable[[], object], timeout_s: float = 20.0) -> BaseException | None:
-    """Runs it in a thread, and returns what it raised; it fails when the time is over."""
-    raised: list[BaseException] = []
-
-    def catch() -> None:
-        try:
-            run()
-        except BaseException as error:
-            raised.append(error)
-
-    thread = threading.Thread(target=catch, daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    assert not thread.is_alive(), "it hangs"
-    return raised[0] if raised else None
 
 
 def test_a_peer_that_ends_for_good_ends_the_pull(
@@ -358,46 +301,6 @@ def test_a_stop_does_not_wait_for_a_slow_peer(tmp_path: Path, index: Index) -> N
         error = end_of(lambda: link.fetch(Area.INDEX, place, poll), 4.0)
         assert isinstance(error, KeyboardInterrupt)
         link.close()
-
-
-# -- those that ask for wrong things
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"short",
-        b"\x63" * HEADER_BYTES,
-        pack_header(Header(Kind.PART, Area.DATA, 1, DATA_START, 64)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, 0, 64)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, END - 64, 128)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 0)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, CHUNK_BYTES + 1)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, (1 << 64) - 64, 64)),
-        pack_header(Header(Kind.GET, Area.TABLE, 1, 0, 3)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 64)) + b"more",
-    ],
-)
-def test_requests_that_no_peer_sends_end_the_connection(
-    message: bytes, tmp_path: Path, index: Index, data: torch.Tensor
-) -> None:
-    with serving(f"inproc://{tmp_path}", index, data) as server:
-        endpoint = connect(server.url, key=KEY)
-        post_bytes(endpoint, message)
-        with pytest.raises(PeerLostError):
-            assert endpoint.poll(5.0) is None
-        assert server.snapshot().refused == 1
-        assert torch.equal(pull(index, server.url).data[DATA_START:], data[DATA_START:])
-
-
-def test_a_peer_without_the_key_gets_nothing(
-    tmp_path: Path, index: Index, data: torch.Tensor
-) -> None:
-    with serving(f"shm://{tmp_path}/w", index, data) as server:
-        link = WeightLink(server.url, b"another key of 16 bytes")
-        with pytest.raises(TransportError):
-            link.connect()
-        assert server.snapshot().served_bytes == 0
 
 
 def test_an_index_that_was_changed_is_not_read(index: Index) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from serve.models import told_checkpoint
 from serve.models.checkpoint import Checkpoint, TensorEntry
 from serve.models.packed_cache.cache import PackedCache
 from serve.models.told_checkpoint import pack_table, read_table
-from serve.weight_peers import peers, pull
+from serve.weight_peers import peers, pull, server
 from serve.weight_peers.peers import rank_url
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
 
@@ -249,6 +250,26 @@ def test_weights_without_room_come_from_files(
             start(bare, key_file, weights_from=[url])
 
 
+def test_a_connection_that_waited_too_long_is_made_again(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy_of_model("llama", "base", tmp_path)
+    bare, url = without_weights(path, tmp_path), f"inproc://{tmp_path}"
+    monkeypatch.setattr(server, "IDLE_S", 0.2)
+    begin = peers.WeightPeers.pull
+
+    def late(self: peers.WeightPeers, identity: dict[str, str]) -> object:
+        if self._links:
+            time.sleep(1.0)
+        return begin(self, identity)
+
+    with engine(path, key_file, weights_listen=url) as first:
+        expected = tokens(first)
+        monkeypatch.setattr(peers.WeightPeers, "pull", late)
+        with engine(bare, key_file, weights_from=[url]) as second:
+            assert tokens(second) == expected
+
+
 def test_what_cannot_be_kept_needs_the_files(tmp_path: Path, key_file: Path) -> None:
     path = copy_of_model("llama", "gptq-order", tmp_path)
     bare, url = without_weights(path, tmp_path), f"inproc://{tmp_path}"
@@ -308,6 +329,7 @@ def test_wrong_settings(settings: dict[str, object], message: str) -> None:
     ("settings", "message"),
     [
         ({"weights_from": ["inproc://x"], "weights_key_file": None}, "needs a weights_key_file"),
+        ({"weights_listen": "inproc://x", "weights_rate_bytes": 1}, "weights_rate_bytes 1 must be"),
         ({"weights_listen": "ftp://x:1"}, "weights_listen: ftp://x:1: no transport"),
         ({"weights_listen": "tcp://192.0.2.1:7001"}, "weights_listen: tcp://192.0.2.1:7001"),
         ({"weights_listen": "inproc://x", "weights_key_file": "/dev/null"}, "weights_key_file"),
