@@ -68,7 +68,8 @@ class CoreView:
     def sequences(self, max_sequences: int) -> list[SequenceView]:
         """Returns the first max_sequences of the running sequences, the oldest first."""
         running = self._scheduler.running[:max_sequences]
-        return [_view_of(sequence) for sequence in running]
+        num_groups = len(self._scheduler.kv.layout.groups)
+        return [_view_of(sequence, num_groups) for sequence in running]
 
     def num_cached_tokens(self, request: Request) -> int:
         """Returns how many of a prompt's tokens a sequence would find in the prefix cache."""
@@ -144,9 +145,11 @@ def _histories(policy: MemoryPolicy) -> tuple[Collection[object], ...]:
     return policy.lengths.tables if isinstance(policy, PredictedPolicy) else ((),)
 
 
-def _view_of(sequence: Sequence) -> SequenceView:
+def _view_of(sequence: Sequence, num_groups: int) -> SequenceView:
+    """num_groups: layer groups of the K/V; further parts of a range are records in other memory."""
     target = sequence.kv_range  # the compute thread may take it away
-    pages = 0 if target is None else sum(len(p.pages) - p.num_released for p in target.parts)
+    parts = () if target is None else target.parts[:num_groups]
+    pages = sum(len(p.pages) - p.num_released for p in parts)
     return SequenceView(
         sequence,
         pages,

@@ -102,26 +102,32 @@ def open_remote_memory(
     setup = _RemoteSetup(config, precision, spec, layers, backend, local_bytes)
     nodes = setup.nodes()
     nodes.lanes = share.lanes
+    opened: list[RecordMemory | PromptTailCache] = []
     try:
         connect_all("memory_nodes", nodes)
         memories = setup.kv_managers(nodes)
         tail_cache = setup.prompt_tail_cache(memories, share)
+        opened += [tail_cache] if tail_cache is not None else []
         new_token_attention = share.new_token_attention(setup.template, tail_cache)
-        kv, records = _with_records(config, memories, states)
+        records = None if states is None else states.open(config, memories[0].max_model_len)
+        opened += [records] if records is not None else []
+        kv = _as_one(memories, records)
+        attention = RemoteAttention(
+            layers,
+            new_token_attention,
+            share.backend,
+            nodes,
+            kv.layout.range_tokens,
+            config.max_num_seqs,
+            setup.wire,
+            tail_cache,
+            share.staging,
+        )
     except BaseException:
         nodes.close()
+        for memory in reversed(opened):
+            memory.close()
         raise
-    attention = RemoteAttention(
-        layers,
-        new_token_attention,
-        share.backend,
-        nodes,
-        kv.layout.range_tokens,
-        config.max_num_seqs,
-        setup.wire,
-        tail_cache,
-        share.staging,
-    )
     logger.info(
         "K/V in %s, %.5g MiB on %s (%s partition): context %d, %d pages of %d tokens",
         precision.kv,
@@ -135,14 +141,11 @@ def open_remote_memory(
     return RemoteMemory(kv, attention, nodes, records)
 
 
-def _with_records(
-    config: EngineConfig, memories: list[KVManager], states: NodeStates | None
-) -> tuple[KVMemory, RecordMemory | None]:
-    """Returns the nodes' memories as one, and the records of states beside them."""
-    if states is not None:
-        records = states.open(config, memories[0].max_model_len)
-        return KVBesideStates(memories, records.kv), records
-    return memories[0] if len(memories) == 1 else PartitionedKV(memories), None
+def _as_one(memories: list[KVManager], records: RecordMemory | None) -> KVMemory:
+    """Returns the nodes' memories as one, with the records of states beside them."""
+    if records is not None:
+        return KVBesideStates(memories, records.kv)
+    return memories[0] if len(memories) == 1 else PartitionedKV(memories)
 
 
 class _RemoteSetup:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from serve.models.packed_cache.layout import DATA_START
+from serve.models.packed_cache.layout import DATA_START, shown
 from serve.weight_peers.wire import (
     HEADER_BYTES,
     MAX_DESCRIPTION_BYTES,
@@ -29,6 +30,8 @@ from transport.messages import post_bytes, view_of
 CONNECT_S = 2.0
 LATE_S = 5.0
 """A peer that sends nothing for so long while bytes are due is left."""
+LEAST_RATE = 512 << 10
+"""Bytes a second below which a peer is left, however steadily they come."""
 DESCRIBE_S = 120.0
 """A peer that was not asked before reads all its weights first."""
 WINDOW_BYTES = 8 << 20
@@ -89,15 +92,17 @@ class WeightLink:
             raise WeightProtocolError(f"a message of kind {head.kind.name} where none was due")
         return _read_description(body)
 
-    def fetch(self, area: Area, place: tuple[int, str]) -> bytes:
-        """Returns a whole index or table, whose digest is right."""
+    def fetch(
+        self, area: Area, place: tuple[int, str], poll: Callable[[], object] = object
+    ) -> bytes:
+        """Returns a whole index or table, whose digest is right. poll: as that of `receive`."""
         num_bytes, digest = place
         content = ctypes.create_string_buffer(num_bytes)
         for start in range(0, num_bytes, MAX_GET_BYTES):
             length = min(MAX_GET_BYTES, num_bytes - start)
             number = self.ask(area, start, length)
             address = ctypes.addressof(content) + start
-            self.receive(Header(Kind.PART, area, number, start, length), address)
+            self.receive(Header(Kind.PART, area, number, start, length), address, poll)
         found = content.raw[:num_bytes]
         if digest_of(found) != digest:
             raise WeightProtocolError(f"the {area.name.lower()} has another digest")
@@ -107,11 +112,17 @@ class WeightLink:
         """Returns the number of the request, whose bytes `receive` takes."""
         return self._ask(Kind.GET, area, start, num_bytes)
 
-    def receive(self, due: Header, address: int) -> None:
-        """Copies the bytes of the oldest request that is not answered to an address."""
+    def receive(self, due: Header, address: int, poll: Callable[[], object] = object) -> None:
+        """Copies the bytes of the oldest request that is not answered to an address. poll: is
+        called meanwhile, and may raise."""
         at, end = due.start, due.start + due.num_bytes
+        allowed_s = LATE_S + due.num_bytes / LEAST_RATE
+        end_s = time.monotonic() + allowed_s
         while at < end:
-            frame = self._next(LATE_S)
+            if time.monotonic() > end_s:
+                came = f"{at - due.start} of {due.num_bytes} bytes"
+                raise TransportTimeoutError(f"only {came} came in {allowed_s:.0f} s")
+            frame = self._next(LATE_S, poll)
             try:
                 head, length = read_header(view_of(frame)), frame.num_bytes - HEADER_BYTES
                 if head != Header(Kind.PART, due.area, due.number, at, length):
@@ -122,16 +133,19 @@ class WeightLink:
             finally:
                 self._release(frame)
             at += length
+            poll()
 
     def _ask(self, kind: Kind, area: Area, start: int, num_bytes: int) -> int:
-        assert self._endpoint is not None, "connected"
+        if self._endpoint is None:
+            raise TransportError("not connected")
         self._number = (self._number + 1) & 0xFFFFFFFF
         message = pack_header(Header(kind, area, self._number, start, num_bytes))
         post_bytes(self._endpoint, message, LATE_S)
         return self._number
 
     def _next(self, timeout_s: float, poll: Callable[[], object] = object) -> Frame:
-        assert self._endpoint is not None, "connected"
+        if self._endpoint is None:
+            raise TransportError("not connected")
         for _ in range(max(1, round(timeout_s / _SLICE_S))):
             frame = self._endpoint.poll(_SLICE_S)
             if frame is not None:
@@ -156,7 +170,7 @@ def _read_description(body: bytes) -> Description:
         if type(is_complete) is not bool or not isinstance(checkpoint, str):
             raise ValueError("what it is of")
     except (ValueError, TypeError, LookupError, RecursionError) as error:
-        raise WeightProtocolError(f"a description that is wrong: {error}") from error
+        raise WeightProtocolError(f"a description that is wrong: {shown(error)}") from error
     return Description(data_end, is_complete, checkpoint, index, table)
 
 

@@ -12,9 +12,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from serve.errors import ConfigError, ModelLoadError
+from serve.machine import available_memory
 from serve.models.checkpoint import Checkpoint
+from serve.models.packed_cache.identity import shared_identity
 from serve.models.packed_cache.in_memory import PackedBytes
-from serve.models.packed_cache.layout import DamagedCache, Index, Span, read_index
+from serve.models.packed_cache.layout import DamagedCache, Index, Span, read_index, shown
 from serve.models.progress import LoadProgress
 from serve.models.told_checkpoint import (
     Told,
@@ -42,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 WAIT_S = 60.0
 """How long a replica without weight files waits for a peer that has them."""
+LEAST_RATE = 8 << 20
+"""Bytes a second; each of MAX_PEERS then gets twice what a link asks for (link.LEAST_RATE)."""
+_OF_ALL_RANKS = ("protocol", "config", "code", "instruction_set")
+"""What a peer must have in common for its table of tensors to be of this model."""
 _RETRY_S = 0.5
 _LOG_EVERY_S = 5.0
 
@@ -73,12 +79,19 @@ class WeightPeers:
     """What packed weights come from, and go to, beside the files of this machine."""
 
     def __init__(self, settings: PeerSettings) -> None:
+        """ConfigError if the rate is one for which no peer would wait."""
+        if settings.rate is not None and settings.rate < LEAST_RATE:
+            raise ConfigError(
+                f"weights_rate_bytes {settings.rate} must be at least {LEAST_RATE}: up to "
+                f"{MAX_PEERS} replicas share it, and leave a peer that sends too slowly"
+            )
         self._settings = settings
         self._number = 0  # of this rank
         self._progress = LoadProgress()
         self._links: list[tuple[WeightLink, Description]] = []
         self._offered: tuple[dict[str, str], OfferedWeights] | None = None
         self._server: WeightServer | None = None
+        self._refused: dict[str, str] = {}  # why peers do not tell, by their addresses
         self.pulled = Pulled()
 
     @property
@@ -101,7 +114,8 @@ class WeightPeers:
             return
         end_s, log_s = time.monotonic() + settings.wait_s, time.monotonic() + _LOG_EVERY_S
         reasons = self._connect()
-        while not self._tell():
+        while (refused := self._tell()) is not None:
+            reasons = "; ".join(filter(None, [reasons, refused]))
             now_s = time.monotonic()
             if now_s > end_s:
                 raise ModelLoadError(
@@ -124,8 +138,9 @@ class WeightPeers:
         links, self._links = self._links, []
         try:
             return self._pulled(identity, links, reasons)
-        except (PullFailed, DamagedCache, TransportError) as error:
-            problem = f"weights_from: no weights from peers: {error}"
+        except (PullFailed, DamagedCache, TransportError, OSError, MemoryError) as error:
+            why = str(error) or type(error).__name__
+            problem = f"weights_from: no weights from peers: {why}"
             if not self._settings.has_files:
                 text = f"{self._settings.path} has no weight files, and {problem}"
                 raise ModelLoadError(text) from error
@@ -153,12 +168,7 @@ class WeightPeers:
                 logger.warning("weights_from: %s is not used: %s", link.url, reason)
         if not usable:
             raise PullFailed(reasons)
-        first, described = usable[0]
-        content = first.fetch(Area.INDEX, described.index_place)
-        end = described.data_end
-        index = read_index(
-            content, bytes.fromhex(described.index_place[1]), Span(end, len(content))
-        )
+        index = self._index_of(*usable[0])
         began_s = last_s = time.monotonic()
         pull = Pull(index)
 
@@ -186,6 +196,22 @@ class WeightPeers:
             pull.num_repeated,
         )
         return index, data
+
+    def _index_of(self, link: WeightLink, described: Description) -> Index:
+        """Returns the index of a peer's weights, for which there is memory."""
+        end, free_bytes = described.data_end, available_memory()
+        if end > free_bytes:
+            sizes = f"{format_memory(end)}, and {format_memory(free_bytes)} of memory are free"
+            raise PullFailed(f"{link.url} has weights of {sizes}")
+        poll = self._progress.poll
+        try:
+            content = link.fetch(Area.INDEX, described.index_place, poll)
+        except TransportError as error:  # the peer may have left a connection that waited long
+            logger.info("weights_from: %s: %s; once more", link.url, error)
+            link.connect()
+            content = link.fetch(Area.INDEX, described.index_place, poll)
+        digest = bytes.fromhex(described.index_place[1])
+        return read_index(content, digest, Span(end, len(content)))
 
     def _difference(
         self, identity: Mapping[str, str], link: WeightLink, described: Description
@@ -224,20 +250,28 @@ class WeightPeers:
                 raise
         return "; ".join(reasons)
 
-    def _tell(self) -> bool:
-        """Lets what a peer says stand for the weight files. Returns whether one has said it."""
-        path = self._settings.path
+    def _tell(self) -> str | None:
+        """Lets what a peer says stand for the weight files, and returns None; else why no peer has
+        said it."""
+        path, reasons = self._settings.path, []
+        identity = {"protocol": PROTOCOL, **shared_identity(path, "", "")}
+        wanted = {name: identity[name] for name in _OF_ALL_RANKS}
         for link, described in self._links:
-            if not described.is_complete or not described.table_place[0]:
-                logger.warning("weights_from: %s does not do without weight files", link.url)
-                continue
-            try:
-                content = link.fetch(Area.TABLE, described.table_place)
-                tell(path, Told(described.checkpoint, read_table(path, content)))
-                return True
-            except (TransportError, ValueError) as error:
-                logger.warning("weights_from: %s: %s", link.url, error)
-        return False
+            reason = difference(wanted, link.info)
+            if reason is None and not (described.is_complete and described.table_place[0]):
+                reason = "the weight files are needed beside its weights"
+            if reason is None:
+                try:
+                    content = link.fetch(Area.TABLE, described.table_place, self._progress.poll)
+                    tell(path, Told(described.checkpoint, read_table(path, content)))
+                    return None
+                except (TransportError, ValueError, MemoryError) as error:
+                    reason = shown(str(error) or type(error).__name__)
+            if self._refused.get(link.url) != reason:  # it is asked twice a second
+                logger.warning("weights_from: %s is not used: %s", link.url, reason)
+            self._refused[link.url] = reason
+            reasons.append(f"{link.url}: {reason}")
+        return "; ".join(reasons)
 
     # ---- serving
 

@@ -113,32 +113,53 @@ class Pull:
     # ---- a peer's thread
 
     def _pull(self, link: WeightLink, checker: ThreadPoolExecutor) -> None:
-        failures = 0
         pending: deque[tuple[int, int]] = deque()  # chunk, request
+        try:
+            self._pull_from(link, pending, checker)
+        except Exception as error:  # an error of this code must not let the others wait for ever
+            self._reasons[link.url] = f"{type(error).__name__}: {error}"
+            logger.exception("weights_from: %s", link.url)
+        finally:
+            self._give_back([number for number, _ in pending])
+            with self._changed:
+                self._num_peers -= 1
+                self._changed.notify_all()
+
+    def _pull_from(
+        self, link: WeightLink, pending: deque[tuple[int, int]], checker: ThreadPoolExecutor
+    ) -> None:
+        """Returns when all chunks are there, or the peer has failed too often."""
+        failures = 0
 
         def failed(why: str) -> None:
             nonlocal failures
-            failures += 1
-            self._reasons[link.url] = why
+            with self._changed:  # the checker's thread calls it, too
+                failures += 1
+                self._reasons[link.url] = why
             logger.warning("weights_from: %s: %s", link.url, why)
 
         def check(number: int) -> None:
-            if not self._is_right(number):
-                failed(f"chunk {number} has another checksum")
+            try:
+                why = None if self._is_right(number) else "has another checksum"
+            except Exception as error:
+                why = f"was not compared: {error!r}"
+            if why is not None:
+                failed(f"chunk {number} {why}")
                 self._give_back([number])
 
         while failures < MAX_FAILURES and not self._is_over():
             try:
                 self._step(link, pending, lambda number: checker.submit(check, number))
             except TransportError as error:
+                if self._is_over():
+                    return
                 failed(str(error) or type(error).__name__)
                 self._give_back([number for number, _ in pending])
                 pending.clear()
-                failures += not self._reconnect(link, failures)
-        self._give_back([number for number, _ in pending])
-        with self._changed:
-            self._num_peers -= 1
-            self._changed.notify_all()
+                while failures < MAX_FAILURES and not self._is_over():
+                    if self._reconnect(link, failures):
+                        break
+                    failures += 1
 
     def _step(
         self, link: WeightLink, pending: deque[tuple[int, int]], arrived: Callable[[int], object]
@@ -148,7 +169,7 @@ class Pull:
             start, num_bytes = self._place(number)
             try:
                 request = link.ask(Area.DATA, start, num_bytes)
-            except TransportError:
+            except BaseException:
                 self._give_back([number])
                 raise
             pending.append((number, request))
@@ -159,7 +180,7 @@ class Pull:
         number, request = pending[0]
         start, num_bytes = self._place(number)
         due = Header(Kind.PART, Area.DATA, request, start, num_bytes)
-        link.receive(due, self.data.data_ptr() + start)
+        link.receive(due, self.data.data_ptr() + start, self._raise_if_stopped)
         pending.popleft()
         arrived(number)
 
@@ -173,6 +194,10 @@ class Pull:
             self._reasons[link.url] = str(error)
             return False
         return True
+
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise TransportError("the pull is stopped")
 
     def _is_right(self, number: int) -> bool:
         """Compares a chunk, and counts it if it is right."""

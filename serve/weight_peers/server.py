@@ -13,6 +13,7 @@ import json
 import logging
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ops.cpu.native_stored import Buffer
@@ -39,6 +40,8 @@ MAX_PEERS = 8
 WINDOW_BYTES = 64 << 10
 """For requests, which are small."""
 POST_S = 5.0  # a peer that takes nothing for so long is left
+IDLE_S = 60.0
+"""A peer that asks for nothing for so long is left, and its place is free for others."""
 _WAIT_S = 0.1
 _PART_BYTES = 1 << 20
 _BURST_S = 0.05  # the rate holds over such times
@@ -72,15 +75,19 @@ class Rate:
         self._lock = threading.Lock()
         self._free_s = 0.0  # when the next bytes may go
 
-    def wait(self, num_bytes: int) -> None:
-        """Returns when these bytes may go."""
+    def wait(self, num_bytes: int, is_over: Callable[[], bool]) -> None:
+        """Returns when these bytes may go, or nobody waits for them any more."""
         if self._bytes_per_s is None:
             return
         with self._lock:
             begin_s = max(self._free_s, time.monotonic() - _BURST_S)
             self._free_s = begin_s + num_bytes / self._bytes_per_s
-        while (left := begin_s - time.monotonic()) > 0:
-            time.sleep(left)
+        while (left := begin_s - time.monotonic()) > 0 and not is_over():
+            time.sleep(min(left, _WAIT_S))
+
+
+class _Closing(Exception):
+    """The server is being closed."""
 
 
 class WeightServer:
@@ -93,8 +100,9 @@ class WeightServer:
         self._offered = offered
         self._rate = Rate(rate)
         self._stats = WeightServerStats()
-        self._lock = threading.Lock()  # guards the following
+        self._areas_lock = threading.Lock()  # held while all weights are read
         self._areas: dict[Area, bytes] | None = None
+        self._lock = threading.Lock()  # guards the following
         self._threads: set[threading.Thread] = set()
         self._is_closing = False
         self._acceptor = threading.Thread(
@@ -132,6 +140,8 @@ class WeightServer:
         began_s, before = time.monotonic(), self._stats.served_bytes
         try:
             self._answer_all(endpoint)
+        except _Closing:
+            pass
         except (TransportError, OSError) as error:
             if not endpoint.is_lost or isinstance(error, WeightProtocolError):
                 self._stats.refused += 1
@@ -147,9 +157,13 @@ class WeightServer:
         logger.info("weights: %.1f MB served to %s in %.2f s", served / 1e6, address, seconds)
 
     def _answer_all(self, endpoint: Endpoint) -> None:
+        left_s = time.monotonic() + IDLE_S
         while not self._is_closing:
             frame = endpoint.poll(_WAIT_S)
             if frame is None:
+                if time.monotonic() > left_s:
+                    logger.info("weights: %s asks for nothing and is left", endpoint.peer.address)
+                    return
                 continue
             try:
                 request = read_header(view_of(frame))
@@ -162,6 +176,7 @@ class WeightServer:
                 self._describe(endpoint, request)
             else:
                 self._give(endpoint, request)
+            left_s = time.monotonic() + IDLE_S
 
     def _describe(self, endpoint: Endpoint, request: Header) -> None:
         offered, areas = self._offered, self._prepared()
@@ -178,11 +193,15 @@ class WeightServer:
 
     def _prepared(self) -> dict[Area, bytes]:
         """Returns index and table. The first call may read all weights, for their checksums."""
-        with self._lock:
+        with self._areas_lock:
             if self._areas is None:
-                index = self._offered.packed.index().to_bytes()
+                index = self._offered.packed.index(self._raise_if_closing).to_bytes()
                 self._areas = {Area.INDEX: index, Area.TABLE: self._offered.table}
             return self._areas
+
+    def _raise_if_closing(self) -> None:
+        if self._is_closing:
+            raise _Closing
 
     def _give(self, endpoint: Endpoint, request: Header) -> None:
         area, start, end = request.area, request.start, request.start + request.num_bytes
@@ -196,10 +215,9 @@ class WeightServer:
             raise WeightProtocolError(f"{request.num_bytes} bytes from {start} on of {area.name}")
         most = min(_PART_BYTES, endpoint.max_message_bytes - HEADER_BYTES)
         for at in range(start, end, most):
-            if self._is_closing:
-                return
             num_bytes = min(most, end - at)
-            self._rate.wait(num_bytes)
+            self._rate.wait(num_bytes, lambda: self._is_closing or endpoint.is_lost)
+            self._raise_if_closing()
             if content is None:
                 buffers = self._offered.packed.buffers(at, num_bytes)
             else:

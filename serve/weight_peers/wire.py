@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from enum import IntEnum
 from typing import NamedTuple
 
+from serve.models.packed_cache.layout import shown
 from transport.base import TransportError
 
 PROTOCOL = "1"
@@ -29,7 +30,6 @@ MAX_GET_BYTES = 32 << 20
 MAX_DESCRIPTION_BYTES = 1 << 16
 MAX_TABLE_BYTES = 256 << 20
 _HEADER = struct.Struct("<BBxxIQQ")
-_SHOWN_CHARS = 120
 
 
 class Kind(IntEnum):
@@ -86,10 +86,5 @@ def difference(ours: Mapping[str, str], theirs: Mapping[str, object]) -> str | N
     for name, value in ours.items():
         other = theirs.get(name)
         if other != value:
-            return f"{name.replace('_', ' ')} {_shown(other)} there, {_shown(value)} here"
+            return f"{name.replace('_', ' ')} {shown(other)} there, {shown(value)} here"
     return None
-
-
-def _shown(value: object) -> str:
-    text = "unknown" if value is None else str(value)
-    return "".join([c if c.isprintable() else "?" for c in text[:_SHOWN_CHARS]])

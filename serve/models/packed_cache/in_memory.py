@@ -9,6 +9,7 @@ from __future__ import annotations
 import bisect
 import ctypes
 import threading
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -38,12 +39,13 @@ class PackedBytes:
         self.is_complete = all(entry.parts for entry in entries)
         self._starts = [start for start, _ in self._pieces]
 
-    def index(self) -> Index:
-        """Returns the index of the file. The first call may read all data for their checksums."""
+    def index(self, poll: Callable[[], object] = object) -> Index:
+        """Returns the index of the file. The first call may read all data for their checksums, and
+        calls poll before each chunk, which may raise."""
         with self._lock:
             if self._index is None:
                 assert isinstance(self._source, Contents)
-                entries, checksums = self._source.entries, self._source.checksums()
+                entries, checksums = self._source.entries, self._source.checksums(poll)
                 self._index = Index(self.data_end, entries, checksums)
             return self._index
 

@@ -29,6 +29,8 @@ _MAGIC = b"mergestep packed"
 _VERSION = 2
 _HEADER = struct.Struct("<16sI4x32sQQ32s")  # version, identity, index at, index bytes, its digest
 _MAX_DIMENSIONS = 8
+_MAX_NUMBER = 1 << 62
+_SHOWN_CHARS = 120
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -95,6 +97,12 @@ def chunks_of(data_end: int) -> list[Span]:
     return [Span(start, min(CHUNK_BYTES, data_end - start)) for start in starts]
 
 
+def shown(value: object) -> str:
+    """Returns what a file or a peer says as it may stand in a message: short and printable."""
+    text = "unknown" if value is None else str(value)
+    return "".join([c if c.isprintable() else "?" for c in text[:_SHOWN_CHARS]])
+
+
 def header(identity: bytes, index_at: int, index: bytes) -> bytes:
     """Returns the first page of a file."""
     content = _HEADER.pack(_MAGIC, _VERSION, identity, index_at, len(index), _digest(index))
@@ -129,11 +137,19 @@ def read_index(content: bytes, digest: bytes, place: Span) -> Index:
             values["checksums"],
         )
         wanted = len(chunks_of(place.start))
-        if index.data_end != place.start or len(index.checksums) != wanted:
+        if type(index.checksums) is not list or not all(map(_is_number, index.checksums)):
+            raise ValueError("checksums that are none")
+        if not _is_number(index.data_end) or index.data_end != place.start:
             raise ValueError("another size of the data")
+        if len(index.checksums) != wanted:
+            raise ValueError("another number of checksums")
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
-        raise DamagedCache(f"its index is wrong: {error}") from error
+        raise DamagedCache(f"its index is wrong: {shown(error)}") from error
     return index
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 64
 
 
 def _digest(content: bytes) -> bytes:
@@ -156,19 +172,23 @@ def _entry(call: Any, parts: Any, data_end: int) -> Entry:
 def _part(values: Any, data_end: int) -> LayerEntry | TensorEntry:
     if values[0] == "tensor":
         _, dtype, shape, start, num_bytes = values
-        if len(shape) > _MAX_DIMENSIONS or not all(type(n) is int and n >= 0 for n in shape):
+        if len(shape) > _MAX_DIMENSIONS or not all(map(_is_number, shape)):
             raise ValueError("a tensor's shape")
         if DTYPES[dtype].itemsize * prod(shape) != num_bytes:
             raise ValueError("a tensor of another size")
         return TensorEntry(dtype, tuple(shape), _span(start, num_bytes, data_end))
     _, name, *numbers = values
-    if len(numbers) != 4 + 2 * NUM_BUFFERS or not all(type(n) is int for n in numbers):
+    if not isinstance(name, str) or len(numbers) != 4 + 2 * NUM_BUFFERS:
+        raise ValueError("a layer of another form")
+    if not all(type(n) is int and abs(n) < _MAX_NUMBER for n in numbers):
         raise ValueError("a layer's numbers")
     spans = [_span(numbers[i], numbers[i + 1], data_end) for i in range(4, len(numbers), 2)]
     return LayerEntry(LayerKind(name, *numbers[:4]), tuple(spans))
 
 
-def _span(start: int, num_bytes: int, data_end: int) -> Span:
-    if num_bytes < 0 or start % LINE or not DATA_START <= start <= data_end - num_bytes:
+def _span(start: Any, num_bytes: Any, data_end: int) -> Span:
+    if not _is_number(start) or not _is_number(num_bytes):
+        raise ValueError("a place that is none")
+    if start % LINE or not DATA_START <= start <= data_end - num_bytes:
         raise ValueError("a place outside of the data")
     return Span(start, num_bytes)

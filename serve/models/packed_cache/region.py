@@ -95,13 +95,13 @@ def _read(fd: int, data: Tensor, chunk: Span, checksum: int) -> None:
 def huge_pages(num_bytes: int) -> Tensor:
     """Returns new memory that begins a huge page."""
     memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    _ask_forhuge_pages(memory)
+    _ask_for_huge_pages(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
     skipped = -whole.data_ptr() % _HUGE
     return whole[skipped : skipped + num_bytes]
 
 
-def _ask_forhuge_pages(memory: mmap.mmap) -> None:
+def _ask_for_huge_pages(memory: mmap.mmap) -> None:
     with contextlib.suppress(OSError):  # a kernel without them
         memory.madvise(mmap.MADV_HUGEPAGE)
 
@@ -117,7 +117,7 @@ class _Mapping:
             flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
-        _ask_forhuge_pages(memory)
+        _ask_for_huge_pages(memory)
         self.data = torch.frombuffer(memory, dtype=torch.uint8)
 
     def is_huge(self, end: int) -> bool:

@@ -22,6 +22,7 @@ from serve.models.packed_cache.layout import (
     LayerEntry,
     Span,
     TensorEntry,
+    shown,
 )
 from serve.models.packed_cache.writer import Made, can_keep
 from serve.models.parts import Part
@@ -199,7 +200,7 @@ class KeptTensors(_Around):
     def _next(self, call: str) -> tuple[LayerEntry | TensorEntry, ...]:
         entry = next(self._entries, None)
         if entry is None or entry.call != call:
-            found = "nothing" if entry is None else entry.call
+            found = "nothing" if entry is None else shown(entry.call)
             raise DamagedCache(f"it has {found} in place of {call}")
         return entry.parts
 
@@ -217,8 +218,8 @@ class KeptTensors(_Around):
                 restore(entry.kind, [self._bytes(span) for span in entry.buffers], fusion)
                 for entry in entries
             ]
-        except ValueError as error:
-            raise DamagedCache(f"it has a product that does not fit: {error}") from error
+        except (ValueError, TypeError, OverflowError) as error:
+            raise DamagedCache(f"it has a product that does not fit: {shown(error)}") from error
 
     def _tensor(self, kept: Sequence[LayerEntry | TensorEntry], shape: tuple[int, ...]) -> Tensor:
         entry = kept[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -85,9 +85,14 @@ class Contents:
                 synced = end
         return checksums
 
-    def checksums(self) -> list[int]:
-        """Returns the checksums that a file of the data would have."""
-        return [_checksum(content) for _, content in self._chunks()]
+    def checksums(self, poll: Callable[[], object] = object) -> list[int]:
+        """Returns the checksums that a file of the data would have. poll: is called before each
+        chunk, and may raise."""
+        checksums = []
+        for _, content in self._chunks():
+            poll()
+            checksums.append(_checksum(content))
+        return checksums
 
     def _chunks(self) -> Iterator[tuple[Span, memoryview]]:
         """Yields the chunks with their bytes, which are valid until the next one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from ops.cpu import native_library
-from serve.models.packed_cache.in_memory import PackedBytes
+from ops.cpu.native_stored import NUM_BUFFERS
 from serve.models.packed_cache.layout import (
     CHUNK_BYTES,
     DATA_START,
@@ -27,63 +28,25 @@ from serve.weight_peers import link as links
 from serve.weight_peers import pull as pulls
 from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull, PullFailed
-from serve.weight_peers.server import WINDOW_BYTES, OfferedWeights, WeightServer
+from serve.weight_peers.server import WINDOW_BYTES
 from serve.weight_peers.wire import (
     HEADER_BYTES,
     Area,
     Header,
     Kind,
     WeightProtocolError,
+    digest_of,
     pack_header,
     read_header,
 )
-from transport import connect, listen
-from transport.base import Endpoint, PeerLostError, TransportError
+from tests.support.models.weight_replicas import END, KEY, connected, end_of, pull, serving
+from transport import listen
+from transport.base import Endpoint, TransportError
 from transport.messages import post_bytes, view_of
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="needs the native kernels"
 )
-KEY = b"a secret of the replicas"
-END = DATA_START + 2 * CHUNK_BYTES + 4096
-
-
-@pytest.fixture(scope="module")
-def data() -> torch.Tensor:
-    made = huge_pages(END)
-    made.copy_(torch.randint(0, 256, (END,), dtype=torch.uint8))
-    return made
-
-
-@pytest.fixture(scope="module")
-def index(data: torch.Tensor) -> Index:
-    checksum = native_library.library().checksum
-    chunks = chunks_of(END)
-    return Index(END, [], [checksum(data.data_ptr() + c.start, c.num_bytes) for c in chunks])
-
-
-@contextlib.contextmanager
-def serving(
-    url: str, index: Index, data: torch.Tensor, rate: int | None = None
-) -> Iterator[WeightServer]:
-    listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES)
-    server = WeightServer(listener, OfferedWeights(PackedBytes((index, data)), "x", b"{}"), rate)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def connected(url: str) -> WeightLink:
-    link = WeightLink(url, KEY)
-    link.connect()
-    return link
-
-
-def pull(index: Index, *urls: str) -> Pull:
-    made = Pull(index)
-    made.run([connected(url) for url in urls], object)
-    return made
 
 
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
@@ -181,6 +144,39 @@ def test_a_peer_that_ends_is_replaced_by_its_successor(
     assert torch.equal(made.data[DATA_START:], data[DATA_START:])
 
 
+def test_a_peer_that_ends_for_good_ends_the_pull(
+    tmp_path: Path, index: Index, data: torch.Tensor, hurried: None
+) -> None:
+    made = Pull(index)
+    with serving(f"shm://{tmp_path}/w", index, data, 40 << 20) as server:
+        link = connected(server.url)
+        threading.Timer(0.3, server.close).start()
+        assert isinstance(end_of(lambda: made.run([link], object)), PullFailed)
+    assert sorted(made._todo) == list(range(len(chunks_of(END))))[-len(made._todo) :]
+    assert made._num_left == len(made._todo) and made._num_peers == 0
+
+
+def test_an_error_in_a_thread_ends_the_pull(
+    tmp_path: Path,
+    index: Index,
+    data: torch.Tensor,
+    hurried: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("an error of ours")
+
+    with serving(f"inproc://{tmp_path}", index, data) as server:
+        for owner, name in ((WeightLink, "ask"), (WeightLink, "receive"), (Pull, "_is_right")):
+            with monkeypatch.context() as changed:
+                changed.setattr(owner, name, fail)
+                made = Pull(index)
+                link = connected(server.url)
+                error = end_of(lambda made=made, link=link: made.run([link], object))  # type: ignore[misc]
+            assert isinstance(error, PullFailed) and "an error of ours" in str(error)
+            assert len(made._todo) == made._num_left == len(chunks_of(END)), name
+
+
 Answer = Callable[[Endpoint, Header], None]
 
 
@@ -268,50 +264,76 @@ def test_a_stop_ends_the_pull_at_once(tmp_path: Path, index: Index, data: torch.
         Pull(index).run([connected(server.url)], stop)
 
 
-# -- those that ask for wrong things
+def drop_by_drop(endpoint: Endpoint, head: Header) -> None:
+    """Sends a byte at a time, never later than it may."""
+    for at in range(head.start, head.start + 4096):
+        post_bytes(endpoint, part(head, b"x", start=at))
+        time.sleep(0.05)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        b"short",
-        b"\x63" * HEADER_BYTES,
-        pack_header(Header(Kind.PART, Area.DATA, 1, DATA_START, 64)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, 0, 64)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, END - 64, 128)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 0)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, CHUNK_BYTES + 1)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, (1 << 64) - 64, 64)),
-        pack_header(Header(Kind.GET, Area.TABLE, 1, 0, 3)),
-        pack_header(Header(Kind.GET, Area.DATA, 1, DATA_START, 64)) + b"more",
-    ],
-)
-def test_requests_that_no_peer_sends_end_the_connection(
-    message: bytes, tmp_path: Path, index: Index, data: torch.Tensor
+def test_a_peer_that_is_too_slow_is_left(
+    tmp_path: Path, index: Index, hurried: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(f"inproc://{tmp_path}", index, data) as server:
-        endpoint = connect(server.url, key=KEY)
-        post_bytes(endpoint, message)
-        with pytest.raises(PeerLostError):
-            assert endpoint.poll(5.0) is None
-        assert server.snapshot().refused == 1
-        assert torch.equal(pull(index, server.url).data[DATA_START:], data[DATA_START:])
+    monkeypatch.setattr(links, "LEAST_RATE", 64 << 20)
+    with answering(f"inproc://{tmp_path}", drop_by_drop) as url:
+        made, link = Pull(index), connected(url)
+        error = end_of(lambda: made.run([link], object))
+        assert isinstance(error, PullFailed) and "bytes came in" in str(error)
+        place = (CHUNK_BYTES, "0" * 64)
+        link.connect()
+        error = end_of(lambda: link.fetch(Area.INDEX, place))
+        assert isinstance(error, TransportError) and "bytes came in" in str(error)
 
 
-def test_a_peer_without_the_key_gets_nothing(
-    tmp_path: Path, index: Index, data: torch.Tensor
-) -> None:
-    with serving(f"shm://{tmp_path}/w", index, data) as server:
-        link = WeightLink(server.url, b"another key of 16 bytes")
-        with pytest.raises(TransportError):
-            link.connect()
-        assert server.snapshot().served_bytes == 0
+def test_a_stop_does_not_wait_for_a_slow_peer(tmp_path: Path, index: Index) -> None:
+    end_s = time.monotonic() + 1.0
+
+    def poll() -> None:
+        if time.monotonic() > end_s:
+            raise KeyboardInterrupt
+
+    with answering(f"inproc://{tmp_path}", drop_by_drop) as url:
+        made, link = Pull(index), connected(url)
+        assert isinstance(end_of(lambda: made.run([link], poll), 4.0), KeyboardInterrupt)
+        link.connect()
+        end_s = time.monotonic() + 1.0
+        place = (CHUNK_BYTES, "0" * 64)
+        error = end_of(lambda: link.fetch(Area.INDEX, place, poll), 4.0)
+        assert isinstance(error, KeyboardInterrupt)
+        link.close()
 
 
 def test_an_index_that_was_changed_is_not_read(index: Index) -> None:
     content = index.to_bytes()
     with pytest.raises(DamagedCache):
         read_index(content[:-1] + b" ", b"\0" * 32, Span(END, len(content)))
+
+
+NUM_CHUNKS = len(chunks_of(END))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"checksums": dict.fromkeys(map(str, range(NUM_CHUNKS)), 1)},
+        {"checksums": [1.0] * NUM_CHUNKS},
+        {"checksums": [-1] * NUM_CHUNKS},
+        {"checksums": [1 << 64] * NUM_CHUNKS},
+        {"checksums": "1" * NUM_CHUNKS},
+        {"checksums": [1] * (NUM_CHUNKS - 1)},
+        {"data_end": float(END)},
+        {"entries": [["x", [["tensor", "float32", [4], float(DATA_START), 16]]]]},
+        {"entries": [["x", [["tensor", "float32", [4], DATA_START, 16.0]]]]},
+        {"entries": [["x", [["tensor", "x\n" * 500, [4], DATA_START, 16]]]]},
+        {"entries": [["x", [["layer", ["int8"], 1, 1, 1, 1, *[DATA_START, 0] * NUM_BUFFERS]]]]},
+        {"entries": [["x", [["layer", "int8", 1, 1, 1, 1 << 80, *[DATA_START, 0] * NUM_BUFFERS]]]]},
+    ],
+)
+def test_an_index_with_wrong_values_is_not_read(changed: dict[str, object], index: Index) -> None:
+    content = json.dumps(json.loads(index.to_bytes()) | changed).encode()
+    with pytest.raises(DamagedCache, match="its index is wrong") as raised:
+        read_index(content, bytes.fromhex(digest_of(content)), Span(END, len(content)))
+    assert len(str(raised.value)) < 200 and str(raised.value).isprintable()
 
 
 def test_a_header_is_read_as_it_was_written() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import shutil
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from serve.models import told_checkpoint
 from serve.models.checkpoint import Checkpoint, TensorEntry
 from serve.models.packed_cache.cache import PackedCache
 from serve.models.told_checkpoint import pack_table, read_table
-from serve.weight_peers import peers
+from serve.weight_peers import peers, pull, server
 from serve.weight_peers.peers import rank_url
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
 
@@ -201,6 +202,74 @@ def test_a_peer_with_other_weights_is_not_used(tmp_path: Path, key_file: Path) -
         assert first._loaded.weight_peers.stats().served_bytes == 0
 
 
+def test_a_peer_with_another_model_tells_nothing(tmp_path: Path, key_file: Path) -> None:
+    path = copy_of_model("llama", "base", tmp_path)
+    other = copy_of_model("qwen3_moe", "head-24", tmp_path / "other")
+    bare, urls = without_weights(path, tmp_path), [f"inproc://{tmp_path}/{n}" for n in range(2)]
+    with engine(other, key_file, weights_listen=urls[0]):
+        with engine(path, key_file, weights_listen=urls[1]) as first:
+            expected = tokens(first)
+            with engine(bare, key_file, weights_from=urls) as second:
+                assert tokens(second) == expected
+        with pytest.raises(ModelLoadError, match=r"/0: config \w+ there, \w+ here"):
+            start(bare, key_file, weights_from=urls[:1])
+
+
+@pytest.mark.parametrize(
+    ("name", "error", "message"),
+    [
+        ("huge_pages", OSError(12, "no memory is left"), "no memory is left"),
+        ("huge_pages", MemoryError(), "MemoryError"),
+        ("available_memory", 1 << 20, "1 MiB of memory are free"),
+    ],
+)
+def test_weights_without_room_come_from_files(
+    name: str,
+    error: object,
+    message: str,
+    tmp_path: Path,
+    key_file: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    path = copy_of_model("llama", "base", tmp_path)
+    bare, url = without_weights(path, tmp_path), f"inproc://{tmp_path}"
+
+    def changed(*_: object) -> object:
+        if isinstance(error, BaseException):
+            raise error
+        return error
+
+    with engine(path, key_file, weights_listen=url) as first:
+        expected = tokens(first)
+        monkeypatch.setattr(pull if name == "huge_pages" else peers, name, changed)
+        with engine(path, key_file, weights_from=[url]) as second:
+            assert tokens(second) == expected
+        assert message in caplog.text and "they are loaded from files" in caplog.text
+        with pytest.raises(ModelLoadError, match=message):
+            start(bare, key_file, weights_from=[url])
+
+
+def test_a_connection_that_waited_too_long_is_made_again(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = copy_of_model("llama", "base", tmp_path)
+    bare, url = without_weights(path, tmp_path), f"inproc://{tmp_path}"
+    monkeypatch.setattr(server, "IDLE_S", 0.2)
+    begin = peers.WeightPeers.pull
+
+    def late(self: peers.WeightPeers, identity: dict[str, str]) -> object:
+        if self._links:
+            time.sleep(1.0)
+        return begin(self, identity)
+
+    with engine(path, key_file, weights_listen=url) as first:
+        expected = tokens(first)
+        monkeypatch.setattr(peers.WeightPeers, "pull", late)
+        with engine(bare, key_file, weights_from=[url]) as second:
+            assert tokens(second) == expected
+
+
 def test_what_cannot_be_kept_needs_the_files(tmp_path: Path, key_file: Path) -> None:
     path = copy_of_model("llama", "gptq-order", tmp_path)
     bare, url = without_weights(path, tmp_path), f"inproc://{tmp_path}"
@@ -260,6 +329,7 @@ def test_wrong_settings(settings: dict[str, object], message: str) -> None:
     ("settings", "message"),
     [
         ({"weights_from": ["inproc://x"], "weights_key_file": None}, "needs a weights_key_file"),
+        ({"weights_listen": "inproc://x", "weights_rate_bytes": 1}, "weights_rate_bytes 1 must be"),
         ({"weights_listen": "ftp://x:1"}, "weights_listen: ftp://x:1: no transport"),
         ({"weights_listen": "tcp://192.0.2.1:7001"}, "weights_listen: tcp://192.0.2.1:7001"),
         ({"weights_listen": "inproc://x", "weights_key_file": "/dev/null"}, "weights_key_file"),
