@@ -49,8 +49,8 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def freed_here() -> Iterator[None]:
-    """What the tests of a file leave behind is freed at its end, in the thread that made it: a crash
-    in doing so is then this file's. Too slow for every day."""
+    """What a file's tests leave behind is freed at its end, in the thread that made it, so that a
+    crash in doing so is seen there. Too slow for every day."""
     yield
     if THOROUGH:
         gc.collect()

@@ -29,11 +29,6 @@ class PrefixHasher:
         self._page_end = page_end
         self._secret = secrets.token_bytes(32) if secret is None else secret
 
-    @property
-    def tag(self) -> str:
-        """The same for hashers of one secret, which it does not reveal."""
-        return hashlib.blake2b(b"tag of a secret", digest_size=8, key=self._secret).hexdigest()
-
     def extend(
         self,
         keys: list[bytes],

@@ -94,7 +94,7 @@ class CoreView:
     @property
     def has_prefix_cache(self) -> bool:
         """Whether pages have names."""
-        return self._scheduler.prefixes.tag is not None
+        return self._scheduler.prefixes.is_on
 
     def kept(self) -> dict[str, Kept]:
         """Returns what the core keeps between requests, by name: exact sizes of what is counted in

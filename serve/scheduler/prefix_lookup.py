@@ -50,11 +50,6 @@ class PrefixLookup:
     def is_on(self) -> bool:
         return self._hasher is not None
 
-    @property
-    def tag(self) -> str | None:
-        """The same where pages have the same names."""
-        return None if self._hasher is None else self._hasher.tag
-
     def page_keys(self, request: Request) -> list[bytes]:
         """Returns the keys of the pages that the prompt fills. Any thread may call it."""
         keys: list[bytes] = []
