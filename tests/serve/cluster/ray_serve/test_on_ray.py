@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -117,6 +118,15 @@ def test_calls_pass_through_and_a_lost_server_is_replaced() -> None:
         status, content = app.call("POST", "/v1/chat/completions", {"model": "x"})
         assert status == 400 and b"messages is missing" in content
         assert app.call("GET", "/nowhere")[0] == 404
+        listener = socket.create_server(("127.0.0.1", 0))
+        listener.settimeout(0.0)
+        with listener:
+            status, content = app.call("GET", f"//127.0.0.1:{listener.getsockname()[1]}/v1/models")
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+        assert status == 400 and b"invalid_path" in content, "the path names another host"
+        status, content = app.call("GET", "/v1/models/mergestep%2Ddefault?x=%26")
+        assert status == 200 and b"mergestep-default" in content
         (pid,) = server_pids() - others
         os.kill(pid, signal.SIGKILL)
         wait_for(lambda: server_pids() - others - {pid})
