@@ -282,6 +282,7 @@ def test_a_peer_that_is_too_slow_is_left(
         place = (CHUNK_BYTES, "0" * 64)
         link.connect()
         error = end_of(lambda: link.fetch(Area.INDEX, place))
+        link.close()
         assert isinstance(error, TransportError) and "bytes came in" in str(error)
 
 
