@@ -38,6 +38,7 @@ class Room:
 
     num_available = 1 << 20
     layout = SimpleNamespace(groups=())
+    state_interval = None
 
     def grow(self, target: Any, num_tokens: int, num_computed: int = 0) -> bool:
         return True

@@ -36,7 +36,7 @@ def test_an_edited_text():
         assert plain.accepted_prediction_tokens == plain.rejected_prediction_tokens == 0
         llm._loaded.core._scheduler.drafting._ledger = None  # type: ignore[union-attr]
         for n in (1, 2):
-            for _ in range(10):  # whether a draft reaches into the edit depends on times
+            for _ in range(50):  # whether a draft reaches into the edit depends on times
                 [output] = llm.generate([prompt], params(TEXT, n=n), use_tqdm=False)
                 if output.rejected_prediction_tokens:
                     break

@@ -184,6 +184,7 @@ def test_arguments_of_strict_tools_fit(marked: openai.OpenAI) -> None:
         tools=strict,
         n=4,
         max_tokens=400,
+        seed=1,
         logit_bias=A_CALL,
         parallel_tool_calls=False,
     )
