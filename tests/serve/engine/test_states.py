@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ops.cpu import native_library
 from memory.kv_manager import KVManager
+from ops.cpu import native_library
 from serve import LLM, FinishReason, SamplingParams
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint, reference_greedy
