@@ -217,7 +217,7 @@ class PartitionedPrefixes:
     def __init__(self, partitions: Sequence[KVManager]) -> None:
         self._partitions = partitions
         self._stats = PrefixStats()
-        self.question = Question()  # nobody asks one
+        self.question = Question()  # it stays empty: there is no page store to ask
 
     @property
     def stats(self) -> PrefixStats:

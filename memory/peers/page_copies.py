@@ -119,7 +119,7 @@ class PageCopies:
                 del self._declined[stream]
 
     def expire(self) -> None:
-        """Drops copies that nobody needed for a while."""
+        """Drops copies whose sequences ended, or whose peer left, more than kept_s seconds ago."""
         until_s = self._clock() - self._kept_s
         with self._lock:
             while self._left and next(iter(self._left.values())) <= until_s:

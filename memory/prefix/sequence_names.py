@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 FOLLOWER_S = 2.0
 MIN_AGE_S = 1.0
-"""Sequences that end sooner after their first page are copied by nobody."""
+"""Seconds. A sequence that ends sooner after its first page is not copied."""
 ENDED = bytes(16)
 """In place of a name: the sequence has ended, or another follower has it."""
 

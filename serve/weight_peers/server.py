@@ -76,7 +76,8 @@ class Rate:
         self._free_s = 0.0  # when the next bytes may go
 
     def wait(self, num_bytes: int, is_over: Callable[[], bool]) -> None:
-        """Returns when these bytes may go, or nobody waits for them any more."""
+        """Waits until these bytes may be sent, or until is_over says that the connection or the
+        server ends."""
         if self._bytes_per_s is None:
             return
         with self._lock:

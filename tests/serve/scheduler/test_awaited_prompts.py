@@ -1,4 +1,5 @@
-"""Sequences whose prompts a peer computes: how often the store is asked, and who waits for whom."""
+"""Sequences whose prompts a peer computes: how often the page store is asked, and that two engines
+do not wait for each other."""
 
 from __future__ import annotations
 
