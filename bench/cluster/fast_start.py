@@ -136,7 +136,7 @@ class Stream:
             connection.request(
                 "POST",
                 "/v1/completions",
-                json.dumps(body | {"stream": True}),
+                json.dumps(body),
                 {"Content-Type": "application/json"},
             )
             response = connection.getresponse()

@@ -8,7 +8,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -168,3 +168,15 @@ def spread(values: Sequence[float], form: Callable[[float], str] = number) -> st
 def has_bf16_product() -> bool:
     """Returns whether this processor's kernels have an instruction for bf16 products."""
     return native_library.is_available() and native_ceilings.Ceilings.multiply_bf16(1) > 0
+
+
+def print_medians(found: Mapping[str, Any], unit: str = "") -> None:
+    """Prints samples as their median (lowest to highest), other values as they are, and all of them
+    as JSON in the last line. unit: of the samples, behind their names."""
+    for name, values in found.items():
+        if isinstance(values, list):
+            median, low, high = statistics.median(values), min(values), max(values)
+            print(f"{name}{unit}: {median:.1f} ({low:.1f} to {high:.1f})")
+        else:
+            print(f"{name}: {values:.5g}")
+    print(json.dumps(found))

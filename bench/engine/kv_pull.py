@@ -9,9 +9,7 @@ has computed, and others. The first one is idle, or decodes four streams meanwhi
 from __future__ import annotations
 
 import argparse
-import json
 import random
-import statistics
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -19,6 +17,7 @@ from typing import Any
 
 from bench.common.checkpoints import model_directory
 from bench.common.second_engine import second_engine, wait_until_connected
+from bench.common.tables import print_medians
 from memory.prefix.peer_stats import PullStats
 from serve import LLM, SamplingParams
 
@@ -103,13 +102,7 @@ def main() -> None:
         args.model, args.prompt, args.repeats = "random:tiny", 400, 2
     path = model_directory(args.model)
     found = measure(str(path), args.prompt, args.repeats)
-    for name, values in found.items():
-        if isinstance(values, list):
-            median, low, high = statistics.median(values), min(values), max(values)
-            print(f"{name}: {median:.1f} ({low:.1f} to {high:.1f})")
-        else:
-            print(f"{name}: {values:.5g}")
-    print(json.dumps(found))
+    print_medians(found)
 
 
 if __name__ == "__main__":

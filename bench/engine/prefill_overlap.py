@@ -11,7 +11,6 @@ first sends pages at a limited rate, as over a slow network, so that the transfe
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
@@ -20,6 +19,7 @@ from typing import Any
 
 from bench.common.checkpoints import model_directory
 from bench.common.second_engine import second_engine, wait_until_connected
+from bench.common.tables import print_medians
 from memory.peers.page_server import PageServer
 from serve import LLM, SamplingParams
 
@@ -132,13 +132,7 @@ def main() -> None:
         1e6 * args.rate,
         args.transport,
     )
-    for name, values in found.items():
-        if isinstance(values, list):
-            median, low, high = statistics.median(values), min(values), max(values)
-            print(f"{name}, ms: {median:.1f} ({low:.1f} to {high:.1f})")
-        else:
-            print(f"{name}: {values:.4g}")
-    print(json.dumps(found))
+    print_medians(found, ", ms")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -17,32 +17,30 @@ def metrics_text(replicas: Iterable[Replica], counts: RelayCounts, parting: Part
 
 
 def _parting_lines(counts: PartingCounts) -> Iterator[str]:
-    yield "# TYPE mergestep:front_apart_total counter"
-    yield f"mergestep:front_apart_total {counts.num_apart}"
-    yield "# TYPE mergestep:front_together_total counter"
-    for reason, number in sorted(counts.num_together.items()):
-        yield f'mergestep:front_together_total{{reason="{reason}"}} {number}'
-    yield "# TYPE mergestep:front_moved_total counter"
-    yield f"mergestep:front_moved_total {counts.num_moved}"
-    yield "# TYPE mergestep:front_handover_seconds_total counter"
-    yield f"mergestep:front_handover_seconds_total {counts.handover_s:.6f}"
+    yield from _metric("apart_total", "counter", counts.num_apart)
+    yield from _by_label("together_total", "counter", "reason", counts.num_together)
+    yield from _metric("moved_total", "counter", counts.num_moved)
+    yield from _metric("handover_seconds_total", "counter", f"{counts.handover_s:.6f}")
 
 
 def _lines(replicas: list[Replica], counts: RelayCounts) -> Iterator[str]:
-    yield "# TYPE mergestep:front_replica_ready gauge"
-    for replica in replicas:
-        yield f'mergestep:front_replica_ready{{replica="{replica.url}"}} {int(replica.is_ready)}'
-    yield "# TYPE mergestep:front_replica_calls gauge"
-    for replica in replicas:
-        yield f'mergestep:front_replica_calls{{replica="{replica.url}"}} {replica.num_calls}'
-    yield "# TYPE mergestep:front_calls_total counter"
-    yield f"mergestep:front_calls_total {counts.num_calls}"
-    yield "# TYPE mergestep:front_failed_total counter"
-    yield f"mergestep:front_failed_total {counts.num_failed}"
-    yield "# TYPE mergestep:front_continued_total counter"
-    for reason, number in sorted(counts.num_continued.items()):
-        yield f'mergestep:front_continued_total{{reason="{reason}"}} {number}'
-    yield "# TYPE mergestep:front_replayed_tokens_total counter"
-    yield f"mergestep:front_replayed_tokens_total {counts.num_replayed_tokens}"
-    yield "# TYPE mergestep:front_longest_gap_seconds gauge"
-    yield f"mergestep:front_longest_gap_seconds {counts.longest_gap_s:.6f}"
+    ready = {replica.url: int(replica.is_ready) for replica in replicas}
+    calls = {replica.url: replica.num_calls for replica in replicas}
+    yield from _by_label("replica_ready", "gauge", "replica", ready)
+    yield from _by_label("replica_calls", "gauge", "replica", calls)
+    yield from _metric("calls_total", "counter", counts.num_calls)
+    yield from _metric("failed_total", "counter", counts.num_failed)
+    yield from _by_label("continued_total", "counter", "reason", counts.num_continued)
+    yield from _metric("replayed_tokens_total", "counter", counts.num_replayed_tokens)
+    yield from _metric("longest_gap_seconds", "gauge", f"{counts.longest_gap_s:.6f}")
+
+
+def _metric(name: str, kind: str, value: object) -> Iterator[str]:
+    yield f"# TYPE mergestep:front_{name} {kind}"
+    yield f"mergestep:front_{name} {value}"
+
+
+def _by_label(name: str, kind: str, label: str, values: Mapping[str, int]) -> Iterator[str]:
+    yield f"# TYPE mergestep:front_{name} {kind}"
+    for one, value in sorted(values.items()):
+        yield f'mergestep:front_{name}{{{label}="{one}"}} {value}'

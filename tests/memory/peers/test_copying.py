@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
@@ -26,29 +25,20 @@ from tests.support.memory.peer_rig import (
     SECRET,
     Holder,
     Puller,
-    a_url,
+    RawPeer,
     connect,
     content_of,
-    listen,
     name_of,
     wait_for,
 )
 from transport.base import Endpoint, TransportError
-from transport.messages import post_bytes, view_of
+from transport.messages import post_bytes
 
 
 @pytest.fixture(autouse=True)
 def copying_is_quick(monkeypatch):
     monkeypatch.setattr(copying, "SHARE", 0.9)
     monkeypatch.setattr(copying, "NEWS_S", 0.01)
-
-
-@pytest.fixture
-def close_all():
-    opened: list = []
-    yield opened
-    for each in opened:
-        each.close(5.0)
 
 
 def run(holder: Holder, sequence: str, *numbers: int) -> None:
@@ -101,14 +91,20 @@ def test_a_page_that_was_evicted_meanwhile_is_not_copied(close_all):
     copies.check_integrity()
 
 
-def test_copying_takes_its_share_of_the_time(monkeypatch):
-    monkeypatch.setattr(copying, "SHARE", 0.1)
-    monkeypatch.setattr(copying, "NEWS_S", 1.5)
-    link = copying.Copying("a", PageCopies(PAGE, 8 * PAGE), clock=lambda: now_s)
-    now_s = 10.0
+def asked_for_news(clock: Callable[[], float]) -> tuple[copying.Copying, NewsJob]:
+    """Returns a link, and its question, which has been answered by the names of eight pages."""
+    link = copying.Copying("a", PageCopies(PAGE, 8 * PAGE), clock=clock)
     job = link.next_job()
     assert isinstance(job, NewsJob)
     job.on_news([(1, name_of(number)) for number in range(8)])
+    return link, job
+
+
+def test_copying_takes_its_share_of_the_time(monkeypatch):
+    monkeypatch.setattr(copying, "SHARE", 0.1)
+    monkeypatch.setattr(copying, "NEWS_S", 1.5)
+    now_s = 10.0
+    link, job = asked_for_news(lambda: now_s)
     link.took(job, 0.02)
     now_s = 10.17
     assert link.next_job() is None
@@ -125,11 +121,8 @@ def test_copying_takes_its_share_of_the_time(monkeypatch):
 def test_questions_are_in_time_while_it_rests_after_a_slow_pull(monkeypatch):
     monkeypatch.setattr(copying, "SHARE", 0.05)
     monkeypatch.setattr(copying, "NEWS_S", 0.1)
-    link = copying.Copying("a", PageCopies(PAGE, 8 * PAGE), clock=lambda: now_s)
     now_s = 10.0
-    job = link.next_job()
-    assert isinstance(job, NewsJob)
-    job.on_news([(1, name_of(number)) for number in range(8)])
+    link, job = asked_for_news(lambda: now_s)
     pull = link.next_job()
     assert isinstance(pull, PullJob)
     link.took(pull, 4.0)  # it rests for 76 s
@@ -200,7 +193,7 @@ def test_a_pull_comes_before_copying(close_all):
 # ---- peers that are followed
 
 
-class Followed:
+class Followed(RawPeer):
     """A peer whose answers to NEWS and to GET are those of a test."""
 
     def __init__(
@@ -208,26 +201,11 @@ class Followed:
         news: Callable[[int, int], bytes | None],
         page: Callable[[int, int, bytes], bytes | None],
     ) -> None:
-        self._listener = listen(a_url())
-        self.url = self._listener.url
         self._news, self._page = news, page
         self.num_asked = 0
-        threading.Thread(target=self._serve, daemon=True).start()
+        super().__init__()
 
-    def _serve(self) -> None:
-        while (endpoint := self._listener.accept()) is not None:
-            try:
-                while True:
-                    self._answer_one(endpoint)
-            except TransportError:
-                endpoint.close()
-
-    def _answer_one(self, endpoint: Endpoint) -> None:
-        frame = endpoint.poll(1.0)
-        if frame is None:
-            return
-        message = bytes(view_of(frame))
-        endpoint.release(frame)
+    def _answer(self, endpoint: Endpoint, message: bytes) -> None:
         kind, number, most = read_header(memoryview(message))
         if kind == Kind.NEWS:
             self.num_asked += 1
@@ -238,9 +216,6 @@ class Followed:
         for answer in answers:
             if answer is not None:
                 post_bytes(endpoint, answer)
-
-    def close(self, _: float = 0.0) -> None:
-        self._listener.close()
 
 
 def absent(number: int, index: int, name: bytes) -> bytes:

@@ -27,15 +27,14 @@ from tests.support.memory.peer_rig import (
     SECRET,
     Holder,
     Puller,
-    a_url,
+    RawPeer,
     connect,
     content_of,
-    listen,
     name_of,
     wait_for,
 )
 from transport.base import Endpoint, TransportError
-from transport.messages import post_bytes, view_of
+from transport.messages import post_bytes
 
 CHECKSUMS = PageChecksums(SECRET)
 Answer = Callable[[int, bytes], bytes | None]
@@ -45,41 +44,23 @@ def page_message(number: int, index: int, name: bytes, page: bytes) -> bytes:
     return header(Kind.PAGE, number, index) + CHECKSUMS.of(name, memoryview(page)) + page
 
 
-class HostilePeer:
+class HostilePeer(RawPeer):
     """Says that it has every page, and answers the first page of a request as a test says."""
 
-    def __init__(self, answer: Answer, have: Answer | None = None) -> None:
-        self._listener = listen(a_url())
-        self.url = self._listener.url
-        self._answer, self._have = answer, have
-        self._thread = threading.Thread(target=self._serve, daemon=True)
-        self._thread.start()
+    def __init__(self, page: Answer, have: Answer | None = None) -> None:
+        self._page, self._have = page, have
+        super().__init__()
 
-    def _serve(self) -> None:
-        while (endpoint := self._listener.accept()) is not None:
-            try:
-                while True:
-                    self._answer_one(endpoint)
-            except TransportError:
-                endpoint.close()
-
-    def _answer_one(self, endpoint: Endpoint) -> None:
-        frame = endpoint.poll(1.0)
-        if frame is None:
-            return
-        kind, number, names = read_names(view_of(frame))
-        endpoint.release(frame)
+    def _answer(self, endpoint: Endpoint, message: bytes) -> None:
+        kind, number, names = read_names(memoryview(message))
         if kind is Kind.GET:
-            message = self._answer(number, names[0])
+            answer = self._page(number, names[0])
         elif self._have is not None:
-            message = self._have(number, names[0])
+            answer = self._have(number, names[0])
         else:
-            message = header(Kind.HAVE, number, len(names)) + b"\1" * len(names)
-        if message is not None:
-            post_bytes(endpoint, message)
-
-    def close(self) -> None:
-        self._listener.close()
+            answer = header(Kind.HAVE, number, len(names)) + b"\1" * len(names)
+        if answer is not None:
+            post_bytes(endpoint, answer)
 
 
 WRONG = content_of(2)[:PAGE]

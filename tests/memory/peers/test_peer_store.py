@@ -23,14 +23,6 @@ from tests.support.memory.peer_rig import (
 )
 
 
-@pytest.fixture
-def close_all():
-    opened: list = []
-    yield opened
-    for each in opened:
-        each.close(5.0)
-
-
 @pytest.mark.parametrize("scheme", ["inproc", "tcp"])
 def test_pages_come_as_they_are_there(close_all, scheme):
     holder = Holder(scheme=scheme)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from itertools import count
 
@@ -20,7 +22,8 @@ from memory.prefix.page_store import PageStore
 from memory.prefix.peer_stats import PullStats
 from memory.prefix.sequence_names import SequenceNames
 from memory.tiers.direct_io import address_of
-from transport.base import Endpoint, Listener
+from transport.base import Endpoint, Listener, TransportError
+from transport.messages import view_of
 
 PAGE = 8192
 KEY = b"a key of the tests"
@@ -136,3 +139,30 @@ def wait_for(condition: Callable[[], object], seconds: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < end_s, "it does not come"
         time.sleep(0.005)
+
+
+class RawPeer(ABC):
+    """A peer that answers each message as a test says."""
+
+    def __init__(self) -> None:
+        self._listener = listen(a_url())
+        self.url = self._listener.url
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while (endpoint := self._listener.accept()) is not None:
+            try:
+                while True:
+                    frame = endpoint.poll(1.0)
+                    if frame is not None:
+                        message = bytes(view_of(frame))
+                        endpoint.release(frame)
+                        self._answer(endpoint, message)
+            except TransportError:
+                endpoint.close()
+
+    @abstractmethod
+    def _answer(self, endpoint: Endpoint, message: bytes) -> None: ...
+
+    def close(self, _: float = 0.0) -> None:
+        self._listener.close()

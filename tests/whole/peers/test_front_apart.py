@@ -22,16 +22,8 @@ from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
 from serve.machine import free_port
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.peer_settings import SERVED
 
-SETTINGS: dict[str, Any] = {
-    "served_model_name": "m",
-    "dtype": "int8",
-    "kv_page_bytes": 8192,
-    "max_model_len": 250,
-    "max_num_seqs": 8,
-    "kv_cache_bytes": 8 << 20,
-    "max_num_batched_tokens": 64,
-}
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
@@ -73,7 +65,7 @@ async def started(stack: AsyncExitStack, key_file: Path) -> Pair:
     for port in ports:
         engine = Engine(
             str(checkpoint("llama")),
-            **SETTINGS,
+            **SERVED,
             kv_listen=f"tcp://127.0.0.1:{port}",
             kv_peers=[f"tcp://127.0.0.1:{port}" for port in ports],
             kv_peer_key_file=key_file,

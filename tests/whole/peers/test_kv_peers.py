@@ -19,15 +19,8 @@ from serve.loading.model_source import ModelSource
 from serve.models.progress import LoadProgress
 from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.peer_settings import PAGE, SETTINGS
 
-PAGE = 8192
-SETTINGS = {
-    "kv_page_bytes": PAGE,
-    "max_model_len": 250,
-    "max_num_seqs": 8,
-    "kv_cache_bytes": 8 << 20,
-    "max_num_batched_tokens": 64,
-}
 KINDS = {
     "plain": {"dtype": "float32"},
     "int8": {"dtype": "int8"},

@@ -12,17 +12,11 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.scheduler import prefix_lookup
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.peer_settings import INT8
 from tests.support.memory.token_sink import TokenSink
 
 CHUNK = 32
-SETTINGS = {
-    "kv_page_bytes": 4096,
-    "max_model_len": 250,
-    "max_num_seqs": 8,
-    "kv_cache_bytes": 8 << 20,
-    "max_num_batched_tokens": CHUNK,
-    "dtype": "int8",
-}
+SETTINGS = INT8 | {"kv_page_bytes": 4096, "max_num_batched_tokens": CHUNK}
 PREFILL = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 ALONE = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 AWAITED = ALONE.changed(awaits_prefill=True)

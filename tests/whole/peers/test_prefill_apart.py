@@ -13,16 +13,8 @@ import uvloop
 from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.peer_settings import SERVED
 
-SETTINGS: dict[str, Any] = {
-    "served_model_name": "m",
-    "dtype": "int8",
-    "kv_page_bytes": 8192,
-    "max_model_len": 250,
-    "max_num_seqs": 8,
-    "kv_cache_bytes": 8 << 20,
-    "max_num_batched_tokens": 64,
-}
 PROMPT = [5 * i % 90 + 3 for i in range(220)]
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
 # as a router sends it to the engine for prefill
@@ -39,7 +31,7 @@ ASKED = {
 @contextlib.asynccontextmanager
 async def serving(**settings: Any):
     """Yields an engine and a client of its server."""
-    engine = Engine(str(checkpoint("llama")), **(SETTINGS | settings))
+    engine = Engine(str(checkpoint("llama")), **(SERVED | settings))
     async with (
         HttpServer(engine, HttpSettings(port=0)) as server,
         aiohttp.ClientSession(server.url) as session,

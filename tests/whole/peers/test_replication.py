@@ -14,17 +14,9 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.sampling_params import AnswerSoFar
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.peer_settings import INT8, PAGE
 from tests.support.memory.token_sink import TokenSink as Sink
 
-PAGE = 8192
-SETTINGS = {
-    "kv_page_bytes": PAGE,
-    "max_model_len": 250,
-    "max_num_seqs": 8,
-    "kv_cache_bytes": 8 << 20,
-    "max_num_batched_tokens": 64,
-    "dtype": "int8",
-}
 KINDS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 7}}
 NUM_TOKENS = 180
 
@@ -37,7 +29,7 @@ def copying_is_quick(monkeypatch):
 
 
 def engine(key_file: Path, **settings) -> LLM:
-    return LLM(str(checkpoint("llama")), **(SETTINGS | {"kv_peer_key_file": key_file} | settings))
+    return LLM(str(checkpoint("llama")), **(INT8 | {"kv_peer_key_file": key_file} | settings))
 
 
 def prompt(first: int) -> list[int]:
@@ -133,7 +125,7 @@ def test_the_engines_own_pages_are_never_displaced_by_copies(tmp_path, key_file)
 
 def test_settings_that_do_not_fit_are_refused(key_file):
     with pytest.raises(ConfigError, match="kv_replica_bytes needs kv_peers"):
-        LLM(str(checkpoint("llama")), **SETTINGS, kv_replica_bytes=1 << 20)
+        LLM(str(checkpoint("llama")), **INT8, kv_replica_bytes=1 << 20)
     with pytest.raises(ConfigError, match="kv_replica_bytes must be a positive integer"):
         EngineConfig(kv_replica_bytes=0, kv_peers=["tcp://h:1"])
     with pytest.raises(ConfigError, match="kv_replica_bytes is 100, less than a page of 8192"):
