@@ -22,7 +22,7 @@ from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
 from serve.machine import free_port
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.peer_settings import SERVED
+from tests.support.memory.peer_settings import SERVED
 
 COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 

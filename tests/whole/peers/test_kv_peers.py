@@ -19,7 +19,7 @@ from serve.loading.model_source import ModelSource
 from serve.models.progress import LoadProgress
 from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.peer_settings import PAGE, SETTINGS
+from tests.support.memory.peer_settings import PAGE, SETTINGS
 
 KINDS = {
     "plain": {"dtype": "float32"},

@@ -12,7 +12,7 @@ import pytest
 from serve import LLM, SamplingParams
 from serve.scheduler import prefix_lookup
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.peer_settings import INT8
+from tests.support.memory.peer_settings import INT8
 from tests.support.memory.token_sink import TokenSink
 
 CHUNK = 32

@@ -13,7 +13,7 @@ import uvloop
 from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.peer_settings import SERVED
+from tests.support.memory.peer_settings import SERVED
 
 PROMPT = [5 * i % 90 + 3 for i in range(220)]
 BODY = {"model": "m", "prompt": PROMPT, "max_tokens": 12, "temperature": 0, "ignore_eos": True}

@@ -14,7 +14,7 @@ from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.sampling_params import AnswerSoFar
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.peer_settings import INT8, PAGE
+from tests.support.memory.peer_settings import INT8, PAGE
 from tests.support.memory.token_sink import TokenSink as Sink
 
 KINDS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 7}}
