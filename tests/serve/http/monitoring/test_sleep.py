@@ -73,7 +73,12 @@ def test_asleep_the_server_lives_without_a_model() -> None:
             parts = parts_of(server.app.context.engine)
             assert (await post(session, f"/sleep?level={level}"))[0] == 200
             assert await get(session, "/is_sleeping") == (200, {"is_sleeping": True})
-            assert {type(part()) for part in parts} == {type(None)}, "weights and K/V are freed"
+            for _ in range(100):  # a thread that has just ended may still have them in its frame
+                left = {type(part()) for part in parts} - {type(None)}
+                if not left:
+                    break
+                await asyncio.sleep(0.05)
+            assert not left, "weights and K/V are freed"
             assert (await post(session, "/sleep"))[0] == 200, "again does nothing"
             assert (await get(session, "/health"))[0] == 200
             for path in ("/ready", "/v1/models", "/metrics", "/live"):
