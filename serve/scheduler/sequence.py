@@ -6,6 +6,7 @@ Only the compute loop touches a Sequence after it has been queued. No torch, no 
 from __future__ import annotations
 
 import collections.abc as abc
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -15,6 +16,7 @@ from serve.scheduler.prompt_outputs import PromptOutputs, make_prompt_outputs
 
 if TYPE_CHECKING:
     from memory.pages.kv_range import Range
+    from memory.policies.drop_schedule import DropSchedule
     from serve.structured.token_mask import SequenceMask
 
 
@@ -72,6 +74,8 @@ class Sequence:
     # The tokens that its newest plan computes behind its last one, in case they are sampled.
     draft_ids: list[int] = field(default_factory=list)
     kv_range: Range | None = None
+    drops: DropSchedule | None = None  # when it drops K/V, where a policy does
+    drop_at: int = sys.maxsize  # computed tokens at which it drops K/V next
     predicted_length: int = 0  # the median that was predicted for the answer; 0: ask again
     state_due_at: int = 0  # tokens at which its hidden state is read for the next prediction
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
@@ -98,6 +102,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def most_held_tokens(self) -> int:
+        """The most tokens whose K/V it can hold at once."""
+        total = self.max_tokens_total
+        return total if self.drops is None else self.drops.peak(total)
 
     @property
     def is_prompt_only(self) -> bool:
