@@ -218,7 +218,7 @@ class ForecastPolicy(MemoryPolicy):
         return [self._draw(sequence, k) for k in range(len(self._forecasts))]
 
     def _slope(self, sequence: Sequence) -> float:
-        """Returns the tokens that a step gives; 1 where a window bounds them; 0 if K/V is dropped."""
+        """Returns the tokens a step gives: 1 where a window bounds them, 0 if K/V is dropped."""
         if sequence.drops is not None:
             return 0.0
         if self.tokens_per_step is None or self._kv.layout.is_bounded:
