@@ -25,7 +25,9 @@ class Mover(Protocol):
 class EvictingKV(KVManager):
     """A KVManager of one layer group without a window. Range.dropped tells how many of a sequence's
     tokens its range holds no more: the token at position p, if it is newer than the last move, is
-    at p - dropped."""
+    at p - dropped. num_dropped_tokens: all that were dropped since the start."""
+
+    num_dropped_tokens = 0
 
     def can_shrink(self, target: Range, num_tokens: int) -> bool:
         """Returns whether there are pages for `shrink`: pages that the prefix cache or another
@@ -63,6 +65,7 @@ class EvictingKV(KVManager):
         if is_shared:
             self._mapper.extend(part, num_slots)
         self._num_held += num_slots - num_before
+        self.num_dropped_tokens += dropped - target.dropped
         target.dropped = dropped
         target.promised_tokens = 0
         self._update_promise(target)

@@ -85,8 +85,6 @@ class EvictingAttention:
         self.setting = setting
         self.policy = policy_of(setting)
         self._sequences: dict[int, _Scored] = {}
-        self.num_dropped = 0  # tokens, in the layer that keeps the most
-        self._num_held: dict[int, int] = {}
 
     # ---- sequences, by the starts of their ranges
 
@@ -112,12 +110,6 @@ class EvictingAttention:
     def forget(self, start: int) -> None:
         """Ends a sequence."""
         self._sequences.pop(start, None)
-        self._num_held.pop(start, None)
-
-    @property
-    def num_held(self) -> int:
-        """The tokens that sequences hold of which tokens were dropped, after the last time."""
-        return sum(list(self._num_held.values()))
 
     def choose(self, start: int, num_tokens: int) -> Choice:
         """Chooses the places that stay when num_tokens are computed."""
@@ -141,9 +133,7 @@ class EvictingAttention:
         sequence = self._sequences[start]
         counts = [tokens.shape[1] for tokens in kept]
         most = max(counts)
-        self.num_dropped += num_tokens - sequence.dropped - most
         sequence.dropped = num_tokens - most
-        self._num_held[start] = most
         if min(counts) < most:
             sequence.shorter = [most - count for count in counts]
         if sequence.schedule.next_drop(num_tokens, sequence.dropped) == NEVER:
