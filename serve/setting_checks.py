@@ -296,6 +296,9 @@ class KVPolicySettings(WeightPeerSettings):
                 raise ConfigError(f"{name} cannot be used with kv_policy {policy.name}")
         if num_ranks > 1:
             raise ConfigError(f"a model in several ranks cannot have kv_policy {policy.name}")
+        drafts = getattr(self, "speculation", OFF)
+        if policy.evicts and drafts not in ("lookup", OFF):  # lookup drafts nothing then
+            raise ConfigError(f"speculation {drafts} cannot be used with kv_policy {policy.name}")
 
 
 class KVEventOptions(KVPolicyOptions, total=False):

@@ -17,8 +17,6 @@ from serve.models import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-_SPECULATIONS = ("lookup", "off")  # lookup drafts nothing here
-
 
 def check_eviction(config: EngineConfig, spec: ModelSpec, backend: str, kv_dtype: str) -> None:
     """Raises ConfigError that names what cannot be used with a kv_policy that drops K/V. Call it
@@ -33,8 +31,6 @@ def check_eviction(config: EngineConfig, spec: ModelSpec, backend: str, kv_dtype
         raise ConfigError(
             f"{name} cannot be used with kv_dtype int4; use int8, bfloat16 or float32"
         )
-    if config.speculation not in _SPECULATIONS:
-        raise ConfigError(f"speculation {config.speculation} cannot be used with {name}")
     max_len = config.max_model_len or spec.max_model_len
     if max_len > config.kvp_segment_tokens:
         raise ConfigError(

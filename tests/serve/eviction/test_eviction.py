@@ -3,13 +3,15 @@ others, with hits, chunks, forks, preemptions, aborts and failed steps."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import random
 
 import pytest
 
-from serve import LLM, SamplingParams
+from serve import LLM, Engine, SamplingParams
 from serve.errors import ConfigError
+from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.evicting_reference import EvictingLlama
 from tests.support.preempted import until_preempted
@@ -165,7 +167,7 @@ def test_less_memory_is_held(policy):
     ("settings", "message"),
     [
         ({"kv_dtype": "int4"}, "kv_policy h2o cannot be used with kv_dtype int4"),
-        ({"speculation": "mtp"}, "speculation mtp cannot be used"),
+        ({"speculation": "mtp"}, "speculation mtp cannot be used with kv_policy h2o"),
         ({"kvp_segment_tokens": 128}, "kvp_segment_tokens"),
     ],
 )
@@ -181,3 +183,110 @@ def test_settings_that_are_refused(settings, message):
 def test_models_that_are_refused(family, variant, problem):
     with pytest.raises(ConfigError, match=f"kv_policy snapkv cannot be used .* {problem}"):
         LLM(str(checkpoint(family, variant)), kv_policy="snapkv:budget=20", **ROOMY)
+
+
+def test_aborted_requests_leave_nothing():
+    """In their prompts and in their answers, before and after tokens were dropped."""
+
+    async def check():
+        settings = {"dtype": "float32", "kv_dtype": "int8", "kv_policy": "h2o:budget=24"}
+        engine = Engine(str(checkpoint("llama")), **settings, **SETTINGS, **ROOMY)
+        await engine.start()
+        try:
+            for most in (0, 1, 30, 100):
+                streams = [
+                    engine.submit({"prompt_token_ids": ids}, greedy(150))
+                    for ids in prompts(100, 90, 60, seed=most)
+                ]
+                for stream in streams:
+                    count = 0
+                    async for _ in stream:
+                        count += 1
+                        if count > most:
+                            break
+                    stream.abort()
+            for _ in range(200):
+                if engine.stats().num_unfinished == 0:
+                    break
+                await asyncio.sleep(0.02)
+            stats = engine.stats()
+            assert (stats.pages_in_use, stats.held_tokens, stats.num_running) == (0, 0, 0)
+            assert stats.dropped_tokens > 0
+            core = engine.loaded.core
+            core.kv.check_integrity()
+            assert not core._scheduler._eviction._sequences, "no scores are kept"
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(asyncio.wait_for(check(), 60))
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "window"])
+def test_failed_steps_change_no_token(policy, monkeypatch):
+    """Rows of a failed step have given scores already: its sequences begin again."""
+    setting = f"{policy}:budget=24"
+    expected = alone(setting)
+    with engine(setting) as llm:
+        model = llm._loaded.core._runner._model
+        forward, calls = model.forward, []
+
+        def failing(*args):
+            result = forward(*args)
+            calls.append(len(args[0]))
+            if len(calls) in (3, 40, 60):
+                raise ValueError("a fault behind the last layer")
+            return result
+
+        monkeypatch.setattr(model, "forward", failing)
+        assert generate(llm, prompts(130, 40, 97, 65)) == expected
+        assert len(calls) > 60
+        assert llm.stats().num_preemptions > 0
+        assert llm.stats().pages_in_use == 0
+
+
+def test_a_sequence_whose_tokens_cannot_be_moved_ends_alone(monkeypatch):
+    setting = "snapkv:budget=24"
+    expected = alone(setting)
+    with engine(setting) as llm:
+        scheduler = llm._loaded.core._scheduler
+        choose, calls = scheduler._eviction.choose, []
+
+        def failing(start, num_tokens):
+            calls.append(num_tokens)
+            if num_tokens == 97:
+                raise MemoryError("no room for a copy")
+            return choose(start, num_tokens)
+
+        monkeypatch.setattr(scheduler._eviction, "choose", failing)
+        inputs = [{"prompt_token_ids": ids} for ids in prompts(130, 40, 97, 65)]
+        found = llm.generate(inputs, greedy(), use_tqdm=False)
+        reasons = [output.outputs[0].finish_reason for output in found]
+        assert reasons == ["length", "length", "error", "length"]
+        answers = tokens_of(found)
+        assert [answers[i] for i in (0, 1, 3)] == [expected[i] for i in (0, 1, 3)]
+        assert sorted(calls) == [40, 65, 97, 130]
+        assert llm.stats().pages_in_use == 0
+
+
+def test_answers_that_follow_a_schema():
+    """Masks that come late take rows back."""
+    schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
+    params = greedy(120, structured=StructuredOutput("json_schema", schema))
+    with engine("h2o:budget=24") as llm:
+        found = llm.generate([{"prompt_token_ids": ids} for ids in prompts(90, 60)], params)
+        assert llm.stats().pages_in_use == 0
+    for output in found:
+        answer = output.outputs[0]
+        assert answer.finish_reason in ("stop", "length")
+
+
+def test_what_is_held_is_counted():
+    with engine("window:budget=24", max_num_seqs=1) as llm:
+        generate(llm, prompts(100), greedy(100))
+        stats = llm.stats()
+        # 76 of the prompt, then 64 when 88 are held: at 164 computed tokens
+        assert stats.dropped_tokens == 76 + 64
+        assert stats.held_tokens == 0
+    with engine("off") as llm:
+        generate(llm, prompts(100), greedy(10))
+        assert (llm.stats().dropped_tokens, llm.stats().held_tokens) == (0, 0)
