@@ -96,7 +96,8 @@ class EvictingAttention:
         computed; NEVER if no token is dropped, or no scores are needed."""
         num_prompt = schedule.num_prompt
         drop_at = schedule.next_drop(0, 0)
-        if not self.policy.has_scores or drop_at >= num_prompt + num_answer:
+        last_dropped = num_prompt + num_answer - 2  # the last token is never computed
+        if not self.policy.has_scores or drop_at > last_dropped:
             return NEVER
         return self.policy.first_scored(num_prompt, self.setting.budget(num_prompt))
 

@@ -8,26 +8,51 @@
 namespace MS_ISA {
 namespace {
 
-// Writes the scores of the query heads of one K/V head, [per_kv][stride], for keys [0, length).
+// Writes the scores of R rows and a stretch's tokens, [R][stride].
+template <int R>
+__attribute__((noinline)) void score_stretch(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
+                                             float soft_cap, size_t stride, float* scores) {
+  f32x16 x[MAX_ROWS][STRETCH_TILES];
+  constexpr int AT_A_TIME = IS_AVX_VNNI ? 1 : STRETCH_TILES;
+  unroll<STRETCH_TILES / AT_A_TIME>([&](auto i) MS_LAMBDA {
+    query_key<R, i * AT_A_TIME, AT_A_TIME>(shape, s, row, at, x);
+  });
+  for (int r = 0; r < R; r++)
+    for (int t = 0; t < STRETCH_TILES; t++) {
+      f32x16 score = x[r][t] * s.q_scale[row + r];
+      if (soft_cap > 0.0f) score = soft_capped(soft_cap, score);
+      store(scores + r * stride + t * TILE, score);
+    }
+}
+using ScoreStretch = void (*)(const HeadShape&, const Scratch&, int, const Stretch&, float, size_t, float*);
+struct ScoreTable { ScoreStretch at[MAX_ROWS]; };
+template <size_t... R>
+constexpr ScoreTable score_table(std::index_sequence<R...>) {
+  return {{score_stretch<static_cast<int>(R) + 1>...}};
+}
+constexpr ScoreTable SCORE_STRETCH = score_table(std::make_index_sequence<MAX_ROWS>{});
+
+// Writes the scores of the query heads of one K/V head, [per_kv][stride], for keys [0, length) and what follows
+// them up to the end of the last stretch.
 void score_keys(const AttendCall& call, const SequenceRows& seq, const float* q, int kv_head, int length, size_t stride,
                 float* scores) {
-  const int per_kv = call.per_kv, tiles = (length + TILE - 1) / TILE;
+  const int per_kv = call.per_kv, last_tile = (length - 1) / TILE;
   Scratch s = scratch_for(per_kv, call.shape.dim, call.shape.num_groups);
   for (int h = 0; h < per_kv; h++) round_query(q + h * call.shape.dim, call.shape, call.layer.scale * LOG2E, s, h);
-  for (int tile = 0; tile < tiles; tile++) {
+  for (int first = 0; first < length; first += STRETCH) {
     Stretch at;
-    at.first = tile * TILE;
+    at.first = first;
     for (int t = 0; t < STRETCH_TILES; t++) {
-      const int ahead = tile + 1 + t;
-      at.tile[t] = call.head_at(seq, tile, kv_head);
-      at.next[t] = call.head_at(seq, ahead < tiles ? ahead : tiles - 1, kv_head);
+      const int tile = first / TILE + t, ahead = tile + STRETCH_TILES;
+      at.tile[t] = call.head_at(seq, tile < last_tile ? tile : last_tile, kv_head);
+      // query_key would prefetch V as well: it gets what is in the cache, and K is prefetched here
+      at.next[t] = reinterpret_cast<const uint8_t*>(s.hi);
+      const uint8_t* next = call.head_at(seq, ahead < last_tile ? ahead : last_tile, kv_head);
+      for (size_t line = 0; line < call.shape.v; line += 64) prefetch(next + line);
     }
-    for (int h = 0; h < per_kv; h++) {
-      f32x16 score[MAX_ROWS][STRETCH_TILES];
-      query_key<1, 0, 1>(call.shape, s, h, at, score);
-      f32x16 x = score[0][0] * s.q_scale[h];
-      if (call.layer.soft_cap > 0.0f) x = soft_capped(call.layer.soft_cap, x);
-      store(scores + h * stride + tile * TILE, x);
+    for (int row = 0; row < per_kv; row += MAX_ROWS) {
+      const int rows = per_kv - row < MAX_ROWS ? per_kv - row : MAX_ROWS;
+      SCORE_STRETCH.at[rows - 1](call.shape, s, row, at, call.layer.soft_cap, stride, scores + row * stride + first);
     }
   }
 }
@@ -63,7 +88,7 @@ void add_key_scores(const Step& step, const AttentionLayer& layer, const float* 
   const AttendCall call{step, layer, q, q_stride, nullptr, 0, nullptr, HeadShape(layer.cache), per_kv};
   ms::Team::get().parallel(layer.cache.num_kv_heads, [&](int kv_head) {
     static thread_local List<float> memory;
-    const size_t stride = (seq.kv_len + TILE - 1) / TILE * TILE;
+    const size_t stride = (seq.kv_len + STRETCH - 1) / STRETCH * STRETCH;
     if (memory.size() < stride * per_kv) memory.resize(stride * per_kv);
     for (int row = 0; row < seq.num_rows; row++) {
       const int length = seq.first_position + row + 1;

@@ -129,7 +129,9 @@ def test_outputs_of_one_request_share_pages_and_write_to_their_own(policy):
     (prompt,) = prompts(100)
     params = greedy(70, temperature=0.8, n=3)
     with engine(setting, prefix_cache=False) as llm:
-        single = [generate(llm, [prompt], greedy(70, temperature=0.8, seed=5 + i)) for i in (0, 1, 2)]
+        single = [
+            generate(llm, [prompt], greedy(70, temperature=0.8, seed=5 + i)) for i in (0, 1, 2)
+        ]
         expected = [[answer for one in single for answer in one[0]]]
     with engine(setting) as llm:
         assert generate(llm, [prompt], params) == expected

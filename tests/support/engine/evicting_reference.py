@@ -119,9 +119,11 @@ class EvictingLlama:
         if num_tokens == self.num_prompt:
             if budget >= num_tokens:
                 return
-        elif num_tokens < self.num_prompt or self.policy in ("snapkv", "pyramid"):
-            return
-        elif held < budget + SLACK:
+        elif (
+            num_tokens < self.num_prompt
+            or self.policy in ("snapkv", "pyramid")
+            or held < budget + SLACK
+        ):
             return
         for layer, heads in enumerate(self.cache):
             own = budget
