@@ -48,7 +48,8 @@ def measure(context: int, num_layers: int, repeat: int) -> list[float]:
     heads, dim = _LAYER.num_kv_heads, _LAYER.head_dim
     step = TiledAttentionStep(address, layout.tile_bytes, [0], [context], [context])
     for op in tiled_ops(layout):
-        append(op, step, *torch.randn(2, context, heads, dim), None)
+        k, v = torch.randn(2, context, heads, dim)
+        append(op, step, k, v, None)
     row = torch.randn(1, _LAYER.num_heads, dim)
     rows = torch.randn(OBSERVED_ROWS, _LAYER.num_heads, dim)
     sums = np.zeros((num_layers, heads, -(-context // 16) * 16), dtype=np.float32)

@@ -91,21 +91,21 @@ class EvictingAttention:
     def schedule(self, num_prompt: int) -> DropSchedule:
         return DropSchedule(self.setting, num_prompt, self._num_layers)
 
-    def first_scored(self, schedule: DropSchedule, num_answer: int) -> int:
+    def first_scored(self, num_prompt: int, num_answer: int) -> int:
         """Returns the first position of a sequence whose row gives scores, so that it has to be
         computed; NEVER if no token is dropped, or no scores are needed."""
-        num_prompt = schedule.num_prompt
-        drop_at = schedule.next_drop(0, 0)
+        drop_at = self.schedule(num_prompt).next_drop(0, 0)
         last_dropped = num_prompt + num_answer - 2  # the last token is never computed
         if not self.policy.has_scores or drop_at > last_dropped:
             return NEVER
         return self.policy.first_scored(num_prompt, self.setting.budget(num_prompt))
 
-    def open(self, start: int, schedule: DropSchedule, seed: int, num_answer: int) -> None:
+    def open(self, start: int, num_prompt: int, num_answer: int, seed: int) -> None:
         """Begins a sequence, none of whose rows is computed that gives scores. num_answer: the most
         tokens of its answer."""
-        first = self.first_scored(schedule, num_answer)
-        last = NEVER if self.policy.scores_answer else schedule.num_prompt
+        first = self.first_scored(num_prompt, num_answer)
+        last = NEVER if self.policy.scores_answer else num_prompt
+        schedule = self.schedule(num_prompt)
         self._sequences[start] = _Scored(schedule, first, last, seed, num_answer)
 
     def forget(self, start: int) -> None:

@@ -162,10 +162,7 @@ def _load(
             model, kv, runtime.attention, memory=memory, states=states, follower=head
         )
     limits = _limits_of(config, runtime, tokenizer)
-    make_scheduler: Callable[..., Scheduler] = parts.scheduler
-    if isinstance(runtime.attention, EvictingAttention):
-        make_scheduler = functools.partial(EvictingScheduler, eviction=runtime.attention)
-    scheduler = make_scheduler(
+    scheduler = _scheduler_of(parts, runtime)(
         SchedulerLimits.of(config),
         kv,
         make_policy(config.memory_policy, kv, batched, prediction.predictor),
@@ -203,6 +200,13 @@ def _load(
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )
+
+
+def _scheduler_of(parts: Parts, runtime: Runtime) -> Callable[..., Scheduler]:
+    """Returns what makes the scheduler."""
+    if isinstance(runtime.attention, EvictingAttention):
+        return functools.partial(EvictingScheduler, eviction=runtime.attention)
+    return parts.scheduler
 
 
 def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> RequestLimits:

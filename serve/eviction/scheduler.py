@@ -17,13 +17,13 @@ from typing import Protocol
 
 from memory.evicting_kv import EvictingKV, Mover
 from memory.kv_memory import KVMemory
-from memory.policies.drop_schedule import NEVER, DropSchedule
+from memory.policies.drop_schedule import NEVER
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason
 from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import Sequence, SequenceStatus
+from serve.scheduler.sequence import Drops, Sequence, SequenceStatus
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 from serve.scheduler.waiting_queue import WaitingQueue
 
@@ -43,12 +43,12 @@ class Choice(Mover, Protocol):
 class Eviction(Protocol):
     """Chooses what stays. `start` is where a sequence's range begins."""
 
-    def schedule(self, num_prompt: int) -> DropSchedule: ...
+    def schedule(self, num_prompt: int) -> Drops: ...
 
-    def first_scored(self, schedule: DropSchedule, num_answer: int) -> int:
+    def first_scored(self, num_prompt: int, num_answer: int) -> int:
         """Returns the first position whose row has to be computed for its scores, or NEVER."""
 
-    def open(self, start: int, schedule: DropSchedule, seed: int, num_answer: int) -> None: ...
+    def open(self, start: int, num_prompt: int, num_answer: int, seed: int) -> None: ...
 
     def forget(self, start: int) -> None: ...
 
@@ -84,7 +84,8 @@ class EvictingScheduler(Scheduler):
         super()._admit_sequence(sequence, hit, now_s)  # type: ignore[arg-type]
         assert sequence.kv_range is not None and sequence.drops is not None
         start = sequence.kv_range.start
-        self._eviction.open(start, sequence.drops, sequence.seed, _num_answer(sequence))
+        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
+        self._eviction.open(start, num_prompt, num_answer, sequence.seed)
         sequence.drop_at = sequence.drops.next_drop(0, 0)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -143,7 +144,8 @@ class _UnscoredPrefixes(PrefixLookup):
 
     def most_shared(self, sequence: Sequence) -> int:
         assert sequence.drops is not None, "it is queued"
-        first = self._eviction.first_scored(sequence.drops, _num_answer(sequence))
+        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
+        first = self._eviction.first_scored(num_prompt, num_answer)
         most = min(sequence.num_tokens - 1, first)
         # the row before tokens are dropped is computed, at whose end that is done
         return min(most, sequence.drops.next_drop(0, 0) - 1)

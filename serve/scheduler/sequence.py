@@ -9,14 +9,13 @@ import collections.abc as abc
 import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from serve.request import FinishReason, Request
 from serve.scheduler.prompt_outputs import PromptOutputs, make_prompt_outputs
 
 if TYPE_CHECKING:
     from memory.pages.kv_range import Range
-    from memory.policies.drop_schedule import DropSchedule
     from serve.structured.token_mask import SequenceMask
 
 
@@ -28,6 +27,16 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Drops(Protocol):
+    """When a sequence drops K/V and how much it holds (memory/policies/drop_schedule.py)."""
+
+    def next_drop(self, num_tokens: int, num_dropped: int, /) -> int: ...
+
+    def most_held(self, num_tokens: int, /) -> int: ...
+
+    def peak(self, num_tokens: int, /) -> int: ...
 
 
 @dataclass(slots=True)
@@ -74,7 +83,7 @@ class Sequence:
     # The tokens that its newest plan computes behind its last one, in case they are sampled.
     draft_ids: list[int] = field(default_factory=list)
     kv_range: Range | None = None
-    drops: DropSchedule | None = None  # when it drops K/V, where a policy does
+    drops: Drops | None = None  # when it drops K/V, where a policy does
     drop_at: int = sys.maxsize  # computed tokens at which it drops K/V next
     predicted_length: int = 0  # the median that was predicted for the answer; 0: ask again
     state_due_at: int = 0  # tokens at which its hidden state is read for the next prediction

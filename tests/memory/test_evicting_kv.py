@@ -159,7 +159,7 @@ def test_a_failed_mapping_loses_that_range_alone():
     second = model.running[1]
     assert model.advance(second, 9)
     model.memory.fail_next = "map"
-    with pytest.raises(OSError):
+    with pytest.raises(OSError, match="no memory"):
         model.drop(first, [0, 9, 23])
     model.close(first)
     model.check()

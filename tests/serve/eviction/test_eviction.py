@@ -13,7 +13,7 @@ from serve import LLM, Engine, SamplingParams
 from serve.errors import ConfigError
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
-from tests.support.engine.evicting_reference import EvictingLlama
+from tests.support.memory.evicting_reference import EvictingLlama
 from tests.support.preempted import until_preempted
 
 pytestmark = pytest.mark.small_pages
