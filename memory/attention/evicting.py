@@ -31,6 +31,7 @@ from memory.policies.eviction import gumbel_noise, policy_of, temperature
 from memory.policies.setting import KVPolicy
 
 _TILE = 16
+_NOISE_AHEAD = 64  # keys whose noise is drawn before they are there
 
 
 @dataclass(slots=True)
@@ -193,7 +194,8 @@ class EvictingAttention:
             if self.policy.is_noisy:
                 sequence.noise = _extended(sequence.noise, empty)
         if sequence.noise is not None and sequence.filled < kv_len:
-            first, end = sequence.filled, kv_len
+            first = sequence.filled
+            end = min(kv_len + _NOISE_AHEAD, sequence.noise.shape[2])
             positions = first + sequence.dropped, end + sequence.dropped
             sequence.noise[:, :, first:end] = gumbel_noise(sequence.seed, *shape, *positions)
             sequence.filled = end
