@@ -217,9 +217,14 @@ struct LatentLayer {
 // One sequence of a step. Its rows begin at row first_row of the step and at position
 // first_position of the sequence. A row attends to the keys up to its own position that are among
 // the first kv_len keys.
+//
+// A single row may read some of its tiles alone: with `tiles`, key i of K/V head h is key i % TILE of tile
+// tiles[h * tiles_stride + i / TILE], and kv_len counts the keys of these tiles.
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len, first_position;
+  const int32_t* tiles = nullptr;
+  int tiles_stride = 0;
 };
 
 // K and V of one sequence in bf16 or fp32; strides in elements.
@@ -279,6 +284,14 @@ constexpr int RECENT_BLOCK = 128;
 struct RecentStore {
   Step step;
   CacheLayer cache;
+};
+
+// Which tiles decoded rows read (see attention_select.inl). num_decodes: the number of leading sequences
+// whose rows are decoded. budgets: for each of their rows the number of tiles that it reads, its own included.
+struct Selection {
+  size_t bounds_offset;  // of the layer's bounds, from the start of a tile
+  int num_decodes;
+  const int* budgets;
 };
 
 struct Rotation {
@@ -371,6 +384,12 @@ struct Kernels {
   void (*attend_linear)(const LinearAttention&, const StateRecords&, const StateSegments&);
   void (*convolve)(const CausalConv&, const StateRecords&, const StateSegments&);
   void (*gate_and_norm)(const GatedNorm&);
+  // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
+  void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
+  // The same as `attend` in one call, but decoded rows read some tiles alone. The layer has neither a window
+  // nor slopes.
+  void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
+                          size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
 };
 
 const Kernels* portable_kernels();

@@ -50,6 +50,7 @@ from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
     from serve.weight_peers.peers import WeightPeers
 
@@ -79,6 +80,7 @@ class LoadedEngine:
     use_peer: Callable[[str], None] | None = None
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
+    selection: Selection | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -195,6 +197,7 @@ def _load(
         use_peer=runtime.use_peer,
         peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
+        selection=runtime.selection,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

@@ -171,7 +171,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/states": ("memory/attention", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
     "memory/peers": ("memory/prefix",),
-    "memory/attention": ("memory/pages",),
+    "memory/attention": ("memory/policies", "memory/pages"),
     "memory/prefix": ("memory/pages",),
     "memory/policies": (),
     "memory/pages": (),

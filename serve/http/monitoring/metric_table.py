@@ -14,6 +14,7 @@ from serve.kept import Kept
 from serve.machine import heap_usage, memory_parts
 
 if TYPE_CHECKING:
+    from memory.policies.selection import Selection
     from memory.prefix.peer_stats import CopyStats
     from serve.engine.core_view import CoreView
 
@@ -25,7 +26,7 @@ Value = float | None | Histogram | Sampled
 class MetricSources:
     """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
     what is kept between requests, by name. workers: resident bytes of the child processes.
-    charged_bytes: see memory_budget.py."""
+    charged_bytes: see memory_budget.py. selection: what is read; None: everything."""
 
     stats: EngineStats
     view: CoreView
@@ -35,6 +36,7 @@ class MetricSources:
     workers: dict[str, int]
     charged_bytes: int
     weights: WeightStats | None = None
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +218,8 @@ ELSEWHERE = (
     MetricSpec("gauge", "memory_nodes", "Memory nodes, by state.",
                lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
                               "missing": r.stats.memory_nodes_missing}), ("state",)),
+    MetricSpec("counter", "kv_tiles", "Tiles of K/V that decoded rows read, and all, where they select.",
+               lambda r: _by(r.selection.counts() if r.selection else {}), ("kind",)),
     MetricSpec("gauge", "kvp_holders", "Replicas and nodes that hold parts of sequences.",
                lambda r: r.stats.kvp_holders),
     MetricSpec("gauge", "kvp_lent_bytes", "K/V memory that other replicas use.",

@@ -1,0 +1,282 @@
+// Decode attention over a part of a sequence's tiles, those that may matter most to the row. Included once
+// per instruction set.
+//
+// The bounds of a tile's keys (kv_bounds.inl) give an upper bound of the score of any of its keys: the sum
+// over the dimensions of the larger of q * maximum and q * minimum (Quest, Tang et al. 2024). For each K/V
+// head the tiles with the largest bounds are read, and always those that the bounds do not cover yet: the
+// row's own tile, or its own block where that is in a store of its own. Query heads that share a K/V head
+// read the same tiles, those of the largest bound of any of them: a tile that one head needs is read, however
+// little it is to the others.
+//
+// Rows then attend to the chosen tiles in the order of their positions as to a shorter sequence, by a table
+// (SequenceRows::tiles). Rows that read everything are left to `attend` and have the bits that it gives.
+
+namespace MS_ISA {
+namespace {
+
+constexpr int SCORED_TILES = 128;  // of one task
+constexpr float QUERY_STEPS_OF_BOUNDS = 255.0f;
+
+// Returns the sums of x[0], ..., x[15] in this order.
+MS_INLINE i32x16 sums_of(i32x16 (&x)[16]) {
+#if defined(__AVX512F__)
+  unroll<4>([&](auto stage) MS_LAMBDA {
+    constexpr int S = 8 >> stage;  // vectors hold sums of 2 * S lanes, which become sums of S lanes
+    const i32x16 block = LANES / S, within = LANES % S, half = splat_i32(8 / S);
+    const i32x16 second = (block >= half) & 16;
+    const i32x16 low = second + (block % half) * (2 * S) + within;
+    unroll<S>([&](auto i) MS_LAMBDA {
+      const i32x16 a = x[2 * i], b = x[2 * i + 1];
+      x[i] = __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + S);
+    });
+  });
+  return x[0];
+#else
+  i32x16 sums;
+  for (int i = 0; i < 16; i++) sums[i] = reduce_add(x[i]);
+  return sums;
+#endif
+}
+
+// A decoded row that reads a part of its tiles. scored: how many tiles have bounds; chosen: how many of them
+// are read; numbers: where its scores and table begin.
+struct SelectedRow {
+  SequenceRows seq;
+  int scored, chosen, stride;
+  size_t numbers;
+};
+
+struct ScoreTask { int row, first; };
+
+// The calling thread keeps this memory between calls, so that a layer allocates nothing.
+struct SelectMemory {
+  List<SequenceRows> whole, whole_recent, part, part_recent;
+  List<SelectedRow> rows;
+  List<ScoreTask> tasks;
+  List<float> scores;
+  List<int32_t> tables;
+};
+
+// The queries of one row as bytes without signs, [heads][2 * D, padded]: those above zero, then those below.
+struct RowQueries {
+  List<uint8_t> bytes;
+  List<float> steps;
+};
+
+void round_to_sides(const AttentionLayer& layer, const HeadShape& shape, size_t head_bytes, const float* q,
+                    RowQueries& to) {
+  alignas(64) float x[MAX_HEAD_DIM];
+  const size_t need = head_bytes * layer.num_heads;
+  if (to.bytes.size() < need) to.bytes.resize(need);
+  if (to.steps.size() < static_cast<size_t>(layer.num_heads)) to.steps.resize(layer.num_heads);
+  std::memset(to.bytes.data(), 0, need);
+  for (int h = 0; h < layer.num_heads; h++) {
+    std::memcpy(x, q + h * shape.dim, sizeof(float) * shape.dim);
+    if (shape.bits == 4) hadamard(x, shape.dim);
+    f32x16 largest = {};
+    for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(x + d));
+    const float top = reduce_magnitude(largest), step = top > 0.0f ? QUERY_STEPS_OF_BOUNDS / top : 0.0f;
+    int8_t* bytes = reinterpret_cast<int8_t*>(to.bytes.data() + h * head_bytes);
+    for (int d = 0; d < shape.dim; d += 16) {
+      const f32x16 scaled = load<f32x16>(x + d) * step;
+      store_i8(bytes + d, to_int_nearest(max(scaled, f32x16{})));
+      store_i8(bytes + shape.dim + d, to_int_nearest(max(-scaled, f32x16{})));
+    }
+    to.steps[h] = top / QUERY_STEPS_OF_BOUNDS;
+  }
+}
+
+class Selector {
+ public:
+  Selector(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, const Selection& selection,
+           SelectMemory& memory)
+      : step_(step), layer_(layer), q_(q), q_stride_(q_stride), shape_(layer.cache),
+        bounds_(layer.cache, selection.bounds_offset), memory_(memory) {}
+
+  // Divides the step's sequences into those of rows that read everything and rows that choose.
+  void divide(const Selection& selection, const RecentStore* recent) {
+    memory_.whole.clear(), memory_.whole_recent.clear(), memory_.rows.clear();
+    memory_.part.clear(), memory_.part_recent.clear();
+    size_t numbers = 0;
+    for (int s = 0, row = 0; s < step_.num_sequences; row += step_.sequences[s++].num_rows) {
+      const SequenceRows& seq = step_.sequences[s];
+      const SequenceRows* own = recent ? &recent->step.sequences[s] : nullptr;
+      const int* budgets = s < selection.num_decodes ? selection.budgets + row : nullptr;
+      if (!budgets || reads_everything(seq, budgets)) {
+        memory_.whole.push_back(seq);
+        if (own) memory_.whole_recent.push_back(*own);
+        continue;
+      }
+      for (int i = 0; i < seq.num_rows; i++) {
+        const SequenceRows one = row_of(seq, i);
+        const int all = one.kv_len / TILE + (one.kv_len % TILE ? 1 : 0);
+        if (own) memory_.part_recent.push_back(row_of(*own, i));
+        memory_.part.push_back(one);
+        if (budgets[i] >= all) continue;
+        const int scored = own ? first_recent(one.first_position) / TILE : one.first_position / TILE;
+        const int kept = budgets[i] - (all - scored), stride = (scored + 15) / 16 * 16;
+        memory_.rows.push_back({one, scored, kept > 0 ? kept : 0, stride, numbers});
+        numbers += static_cast<size_t>(stride) * layer_.cache.num_kv_heads;
+      }
+    }
+    // never empty: a row with a table that reads its own block alone has no scores
+    if (memory_.scores.size() < numbers + 16) memory_.scores.resize(numbers + 16), memory_.tables.resize(numbers + 16);
+  }
+
+  void score() {
+    memory_.tasks.clear();
+    for (size_t i = 0; i < memory_.rows.size(); i++)
+      for (int first = 0; first < memory_.rows[i].scored; first += SCORED_TILES)
+        memory_.tasks.push_back({static_cast<int>(i), first});
+    ms::Team::get().parallel(static_cast<int>(memory_.tasks.size()), [&](int i) { run(memory_.tasks[i]); });
+  }
+
+  // Writes the tables of chosen tiles, and makes the rows read these.
+  void choose(bool has_recent) {
+    const int heads = layer_.cache.num_kv_heads;
+    ms::Team::get().parallel(static_cast<int>(memory_.rows.size()) * heads, [&](int i) {
+      choose_of_head(memory_.rows[i / heads], i % heads, !has_recent);
+    });
+    size_t at = 0;
+    for (const SelectedRow& row : memory_.rows) {
+      while (memory_.part[at].first_row != row.seq.first_row) at++;
+      SequenceRows& seq = memory_.part[at];
+      seq.tiles = memory_.tables.data() + row.numbers;
+      seq.tiles_stride = row.stride;
+      seq.kv_len = row.chosen * TILE + (has_recent ? 0 : seq.first_position % TILE + 1);
+    }
+  }
+
+ private:
+  static SequenceRows row_of(const SequenceRows& seq, int i) {
+    return {seq.base, seq.first_row + i, 1, seq.first_position + i + 1, seq.first_position + i};
+  }
+  static bool reads_everything(const SequenceRows& seq, const int* budgets) {
+    for (int i = 0; i < seq.num_rows; i++)
+      if (budgets[i] * TILE <= seq.first_position + i) return false;
+    return true;
+  }
+
+  void run(const ScoreTask& task) {
+    static thread_local RowQueries queries;
+    const SelectedRow& row = memory_.rows[task.row];
+    round_to_sides(layer_, shape_, bounds_.head_bytes, q_ + row.seq.first_row * q_stride_, queries);
+    const int end = task.first + SCORED_TILES < row.scored ? task.first + SCORED_TILES : row.scored;
+    for (int first = task.first; first < end; first += 16) score_tiles(row, queries, first);
+  }
+
+  const uint8_t* bounds_of(const SelectedRow& row, int tile) const {
+    const int existing = tile < row.scored ? tile : row.scored - 1;
+    return row.seq.base + static_cast<size_t>(existing) * step_.tile_bytes + bounds_.offset;
+  }
+
+  // Scores 16 tiles from `first` on for all K/V heads.
+  void score_tiles(const SelectedRow& row, const RowQueries& queries, int first) const {
+    const int per_kv = layer_.num_heads / layer_.cache.num_kv_heads;
+    const uint8_t *tiles[16], *next[16];
+    for (int i = 0; i < 16; i++) tiles[i] = bounds_of(row, first + i), next[i] = bounds_of(row, first + 16 + i);
+    for (int h = 0; h < layer_.cache.num_kv_heads; h++) {
+      const size_t at = h * bounds_.head_bytes;
+      uint16_t halves[16];
+      for (int i = 0; i < 16; i++) std::memcpy(halves + i, tiles[i] + bounds_.scales + 2 * h, 2);
+      for (int i = 0; i < 16; i++) {
+        for (size_t line = 0; line < bounds_.head_bytes; line += 64) prefetch(next[i] + at + line);
+        if (h == 0) prefetch(next[i] + bounds_.scales);
+      }
+      f32x16 best = {};
+      for (int r = 0; r < per_kv; r++) {
+        const int head = h * per_kv + r;
+        const uint8_t* q = queries.bytes.data() + head * bounds_.head_bytes;
+        i32x16 sums[16];
+        unroll<16>([&](auto i) MS_LAMBDA {
+          sums[i] = dot_u8_i8(i32x16{}, load<i32x16>(q), load<i32x16>(tiles[i] + at));
+        });
+        for (size_t line = 64; line < bounds_.head_bytes; line += 64) {
+          const i32x16 sides = load<i32x16>(q + line);
+          unroll<16>([&](auto i) MS_LAMBDA { sums[i] = dot_u8_i8(sums[i], sides, load<i32x16>(tiles[i] + at + line)); });
+        }
+        const f32x16 bound = to_float(sums_of(sums)) * queries.steps[head];
+        best = r == 0 ? bound : max(best, bound);
+      }
+      store(memory_.scores.data() + row.numbers + static_cast<size_t>(h) * row.stride + first, best * from_half(halves));
+    }
+  }
+
+  // Integers in the order of the scores, above which NaN is.
+  static uint32_t order_of(float score) {
+    uint32_t bits;
+    std::memcpy(&bits, &score, 4);
+    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  }
+
+  // Returns the largest number that at least `wanted` scores reach, and how many exceed it.
+  static uint32_t least_chosen(const float* scores, int count, int wanted, int& above) {
+    constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
+    uint32_t prefix = 0, mask = 0;
+    above = 0;
+    for (int pass = 0; pass < 3; pass++) {
+      static thread_local uint32_t counts[1 << 11];
+      const int last = (1 << BITS[pass]) - 1;
+      std::memset(counts, 0, sizeof(counts));
+      for (int i = 0; i < count; i++) {
+        const uint32_t order = order_of(scores[i]);
+        if ((order & mask) == prefix) counts[order >> SHIFTS[pass] & last]++;
+      }
+      int digit = last;
+      while (above + static_cast<int>(counts[digit]) < wanted) above += static_cast<int>(counts[digit--]);
+      prefix |= static_cast<uint32_t>(digit) << SHIFTS[pass];
+      mask |= static_cast<uint32_t>(last) << SHIFTS[pass];
+    }
+    return prefix;
+  }
+
+  // Of tiles with the same score at the edge, the newest are chosen.
+  void choose_of_head(const SelectedRow& row, int h, bool with_own) {
+    const size_t at = row.numbers + static_cast<size_t>(h) * row.stride;
+    const float* scores = memory_.scores.data() + at;
+    int32_t* table = memory_.tables.data() + at;
+    int count = 0;
+    if (row.chosen > 0) {
+      int above, equal = 0;
+      const uint32_t least = least_chosen(scores, row.scored, row.chosen, above);
+      for (int i = 0; i < row.scored; i++) equal += order_of(scores[i]) == least;
+      int left_out = equal - (row.chosen - above);
+      for (int i = 0; i < row.scored; i++) {
+        const uint32_t order = order_of(scores[i]);
+        if (order < least || (order == least && left_out-- > 0)) continue;
+        table[count++] = i;
+      }
+    }
+    if (with_own) table[count] = row.seq.first_position / TILE;
+  }
+
+  const Step& step_;
+  const AttentionLayer& layer_;
+  const float* q_;
+  size_t q_stride_;
+  const HeadShape shape_;
+  const BoundsShape bounds_;
+  SelectMemory& memory_;
+};
+
+void attend_selected(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
+                     size_t out_stride, float* lse, const RecentStore* recent, const Selection& selection) {
+  static thread_local SelectMemory memory;
+  Selector selector(step, layer, q, q_stride, selection, memory);
+  selector.divide(selection, recent);
+  if (memory.rows.empty()) return attend(step, layer, q, q_stride, out, out_stride, lse, {}, recent);
+  selector.score();
+  selector.choose(recent != nullptr);
+  const auto attend_to = [&](const List<SequenceRows>& sequences, const List<SequenceRows>& own) {
+    if (sequences.empty()) return;
+    const Step some{sequences.data(), static_cast<int>(sequences.size()), step.tile_bytes};
+    const RecentStore blocks = recent ? RecentStore{{own.data(), some.num_sequences, recent->step.tile_bytes}, recent->cache}
+                                      : RecentStore{};
+    attend(some, layer, q, q_stride, out, out_stride, lse, {}, recent ? &blocks : nullptr);
+  };
+  attend_to(memory.whole, memory.whole_recent);
+  attend_to(memory.part, memory.part_recent);
+}
+
+}  // namespace
+}  // namespace MS_ISA
