@@ -218,7 +218,7 @@ ELSEWHERE = (
     MetricSpec("gauge", "memory_nodes", "Memory nodes, by state.",
                lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
                               "missing": r.stats.memory_nodes_missing}), ("state",)),
-    MetricSpec("counter", "kv_tiles", "Tiles of K/V that decoded rows read, and all, where they select.",
+    MetricSpec("counter", "kv_tiles", "Tiles of K/V that decoded rows read, and all of them.",
                lambda r: _by(r.selection.counts() if r.selection else {}), ("kind",)),
     MetricSpec("gauge", "kvp_holders", "Replicas and nodes that hold parts of sequences.",
                lambda r: r.stats.kvp_holders),
