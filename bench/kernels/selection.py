@@ -6,6 +6,8 @@ that no cache holds it. Times are medians of one token's attention in all layers
 topics, each of which lasts a while, because the choice among equal tiles takes other times than
 that among different ones. "read" is what a token reads, the bounds included, over the time, as a
 share of the memory's read bandwidth between the measurements.
+
+With --model, whole steps of that model are measured, too, whose K/V is filled likewise.
 """
 
 from __future__ import annotations
@@ -19,15 +21,18 @@ import torch
 from rich.console import Console
 from rich.table import Column, Table
 
-from memory.attention.seam import AttentionLayer
-from memory.attention.tiled import TILED_TYPES, TiledKVLayout, tiled_ops
+from bench.common.checkpoints import model_directory
+from memory.attention.seam import Attention, AttentionLayer, AttentionStep
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout, TiledLocalPlan, tiled_ops
 from memory.pages.linux_vmm import LinuxMemory
 from memory.policies.selection import Selection
-from memory.policies.setting import KVPolicy
+from memory.policies.setting import OFF, KVPolicy
 from ops.cpu import native_library
 from ops.cpu.native_ceilings import Ceilings
 from ops.cpu.native_tiled_attention import TiledAttention, TiledAttentionStep
 from quant.kv import TILE_TOKENS, bounds_bytes
+from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.loading.runtime import load_runtime
 
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
 _SHARES = (0.06, 0.12, 0.25, 0.5)
@@ -35,6 +40,11 @@ _FILLED = 4096  # tokens that are written at once
 _TOPIC = 48
 _PAGE = 4096
 _PROBE_BYTES = 256 << 20
+
+
+def _keys(rows: int, heads: int, dim: int) -> torch.Tensor:
+    topics = torch.randn(-(-rows // _TOPIC), heads, dim)
+    return topics.repeat_interleave(_TOPIC, 0)[:rows] + torch.randn(rows, heads, dim)
 
 
 class SelectedKV:
@@ -63,8 +73,7 @@ class SelectedKV:
         for first in range(0, self.num_tokens, _FILLED):
             rows = min(_FILLED, self.num_tokens - first)
             step = self._step(rows, first + rows)
-            topics = torch.randn(-(-rows // _TOPIC), KV_HEADS, HEAD_DIM)
-            k = topics.repeat_interleave(_TOPIC, 0)[:rows] + torch.randn(rows, KV_HEADS, HEAD_DIM)
+            k = _keys(rows, KV_HEADS, HEAD_DIM)
             for op in self.ops:
                 op.append(step, k, k.roll(1, 0), None)
 
@@ -134,12 +143,75 @@ def _table(kv: SelectedKV, rounds: int) -> Table:
     return table
 
 
+class SelectingModel:
+    """A model that decodes one sequence after num_tokens tokens of random K/V."""
+
+    def __init__(self, model: str, num_tokens: int, kv_policy: str) -> None:
+        config = EngineConfig(
+            model=model_directory(model) or DEFAULT_MODEL,
+            dtype="int8",
+            max_model_len=num_tokens + 64,
+            max_num_seqs=1,
+            kv_policy=kv_policy,
+        )
+        self._runtime = load_runtime(config)
+        kv = self._runtime.kv
+        self._range = kv.open(num_tokens + 64)
+        assert kv.grow(self._range, num_tokens + 64), "one sequence fits"
+        kv.commit()
+        layers = self._runtime.model.attention_layers()
+        for first in range(0, num_tokens, _FILLED):
+            rows = min(_FILLED, num_tokens - first)
+            plan = self._plan(0, rows, first + rows)
+            assert isinstance(plan, TiledLocalPlan), "K/V in tiles, in one group"
+            for number, layer in enumerate(layers):
+                k = _keys(rows, layer.num_kv_heads, layer.head_dim)
+                plan.store(number, k, k.roll(1, 0), None)
+        self._num_tokens = num_tokens
+
+    def _plan(self, num_decodes: int, rows: int, end: int) -> Attention:
+        step = AttentionStep(num_decodes, [self._range.start], [rows], [end])
+        return self._runtime.attention.plan(step)
+
+    def step(self) -> float:
+        """Returns the seconds of a step with one more token."""
+        runtime = self._runtime
+        with torch.inference_mode():
+            began = time.perf_counter()
+            ids, positions = torch.tensor([7]), torch.tensor([self._num_tokens])
+            hidden = runtime.model.forward(ids, positions, self._plan(1, 1, self._num_tokens + 1))
+            runtime.model.logits(hidden)
+            return time.perf_counter() - began
+
+    def close(self) -> None:
+        memory = self._runtime.memory
+        del self._runtime
+        memory.close()
+
+
+def _step_table(model: str, num_tokens: int, rounds: int) -> Table:
+    table = Table(
+        "kv_policy",
+        *[Column(name, justify="right") for name in ("step ms", "of all")],
+        title=f"{model}, {num_tokens:,} tokens",
+    )
+    whole = 0.0
+    for policy in (OFF, *[f"quest:budget={100 * share:g}%" for share in _SHARES]):
+        selecting = SelectingModel(model, num_tokens, policy)
+        seconds = statistics.median([selecting.step() for _ in range(rounds + 1)][1:])
+        selecting.close()
+        whole = whole or seconds
+        table.add_row(policy, f"{1e3 * seconds:.1f}", f"{seconds / whole:.3f}")
+    return table
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--kv-dtype", choices=TILED_TYPES, nargs="+", default=["int8"])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--model", help="whose steps are measured, such as random:llama-1b")
     options = parser.parse_args()
     console = Console()
     threads = native_library.num_threads()
@@ -149,6 +221,9 @@ def main() -> None:
             kv = SelectedKV(kv_dtype, context, options.layers)
             console.print(_table(kv, options.rounds))
             kv.close()
+    if options.model:
+        for context in options.context:
+            console.print(_step_table(options.model, context, options.rounds))
 
 
 if __name__ == "__main__":

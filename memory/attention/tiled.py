@@ -257,8 +257,12 @@ class TiledLocalPlan:
         layer, q, begun = ticket
         op = self._ops[layer]
         if k is not None:
-            append(op, self._step, k, v, rotation)
+            self.store(layer, k, v, rotation)
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))
+
+    def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
+        """Stores k and v of a layer, without attention."""
+        append(self._ops[layer], self._step, k, v, rotation)
 
 
 def append(

@@ -5,8 +5,8 @@
 // over the dimensions of the larger of q * maximum and q * minimum (Quest, Tang et al. 2024). For each K/V
 // head the tiles with the largest bounds are read, and always those that the bounds do not cover yet: the
 // row's own tile, or its own block where that is in a store of its own. Query heads that share a K/V head
-// read the same tiles, those of the largest bound of any of them: a tile that one head needs is read, however
-// little it is to the others.
+// read the same tiles, those of the largest sum of their bounds (bench/kernels/selection_mass.py: the sum holds
+// more of their attention than the largest of the bounds).
 //
 // Rows then attend to the chosen tiles in the order of their positions as to a shorter sequence, by a table
 // (SequenceRows::tiles). Rows that read everything are left to `attend` and have the bits that it gives.
@@ -183,7 +183,7 @@ class Selector {
         for (size_t line = 0; line < bounds_.head_bytes; line += 64) prefetch(next[i] + at + line);
         if (h == 0) prefetch(next[i] + bounds_.scales);
       }
-      f32x16 best = {};
+      f32x16 joint = {};
       for (int r = 0; r < per_kv; r++) {
         const int head = h * per_kv + r;
         const uint8_t* q = queries.bytes.data() + head * bounds_.head_bytes;
@@ -196,9 +196,9 @@ class Selector {
           unroll<16>([&](auto i) MS_LAMBDA { sums[i] = dot_u8_i8(sums[i], sides, load<i32x16>(tiles[i] + at + line)); });
         }
         const f32x16 bound = to_float(sums_of(sums)) * queries.steps[head];
-        best = r == 0 ? bound : max(best, bound);
+        joint = r == 0 ? bound : joint + bound;
       }
-      store(memory_.scores.data() + row.numbers + static_cast<size_t>(h) * row.stride + first, best * from_half(halves));
+      store(memory_.scores.data() + row.numbers + static_cast<size_t>(h) * row.stride + first, joint * from_half(halves));
     }
   }
 

@@ -42,7 +42,7 @@ def scores_of(cache: Cache, q: Tensor, num_tiles: int, sequence: int = 0) -> Ten
     most, least = bounds_of(cache, num_tiles, sequence)
     rounded = rounded_to_sides(q, cache.op.bits).reshape(cache.kv_heads, -1, 1, cache.dim)
     most, least = (x.permute(1, 0, 2)[:, None] for x in (most, least))
-    return torch.maximum(rounded * most, rounded * least).sum(-1).amax(1)
+    return torch.maximum(rounded * most, rounded * least).sum((-1, 1))
 
 
 def chosen_tiles(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

@@ -71,7 +71,7 @@ class SelectedReference:
             return attention_fp64(q[None], k, v, layer.scale).out[0]
         most, least = (x[:own].permute(1, 0, 2)[:, None] for x in rounded_bounds(k))
         rounded = rounded_to_sides(q, 8).reshape(layer.num_kv_heads, -1, 1, layer.head_dim)
-        scores = torch.maximum(rounded * most, rounded * least).sum(-1).amax(1)
+        scores = torch.maximum(rounded * most, rounded * least).sum((-1, 1))
         chosen, _ = chosen_tiles(scores, budget - 1)
         read = torch.cat((chosen, torch.ones(len(chosen), 1, dtype=torch.bool)), 1)
         return selected_attention(q, k, v, read, layer.scale)
