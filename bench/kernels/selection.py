@@ -83,8 +83,8 @@ class SelectedKV:
         if share is None:
             return step, self.num_tiles * self.tile_bytes
         selection = Selection(KVPolicy("quest", share=share))
-        budgets = selection.budgets([1], [self.num_tokens], TILE_TOKENS)
-        step.select(1, budgets)
+        counts, budgets = selection.plan([1], [self.num_tokens], [0], TILE_TOKENS)
+        step.select(counts, budgets)
         return step, budgets[0] * self.tile_bytes + self.num_tiles * self.bounds_bytes
 
     def attend(self, step: TiledAttentionStep) -> float:
@@ -170,7 +170,7 @@ class SelectingModel:
         self._num_tokens = num_tokens
 
     def _plan(self, num_decodes: int, rows: int, end: int) -> Attention:
-        step = AttentionStep(num_decodes, [self._range.start], [rows], [end])
+        step = AttentionStep(num_decodes, [self._range.start], [rows], [end], [end - 1])
         return self._runtime.attention.plan(step)
 
     def step(self) -> float:

@@ -231,10 +231,9 @@ class TiledLocalAttention:
         )
         if self._recent is not None:
             self._recent.add_to(native_step, step)
-        if self._selection is not None and step.num_decodes:
-            n = step.num_decodes
+        if self._selection is not None and step.prompt_lens is not None:
             native_step.select(
-                n, self._selection.budgets(step.num_rows[:n], step.kv_lens[:n], TILE_TOKENS)
+                *self._selection.plan(step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS)
             )
         return TiledLocalPlan(self._ops, native_step, self._is_eager)
 

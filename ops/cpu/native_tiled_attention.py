@@ -47,14 +47,16 @@ class TiledAttentionStep:
         assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
         self.plan.add_recent(address, tile_bytes, starts)
 
-    def select(self, num_decodes: int, budgets: Sequence[int]) -> None:
-        """Makes the rows of the first num_decodes sequences read a part of their tiles in layers
+    def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None:
+        """Makes the last num_selecting[i] rows of sequence i read a part of their tiles in layers
         with bounds. budgets: for each of these rows the number of tiles, its own included, which
         is read in any case; a row with a recent store also reads its whole block."""
         assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
-        assert len(budgets) == sum(self._counts[:num_decodes]), "a budget for each decoded row"
+        rows = zip(num_selecting, self._counts, strict=True)
+        assert all(0 <= n <= count for n, count in rows), f"{num_selecting=} of {self._counts}"
+        assert len(budgets) == sum(num_selecting), "a budget for each row that selects"
         assert all(n > 0 for n in budgets), f"{budgets=}"
-        self.plan.select(num_decodes, list(budgets))
+        self.plan.select(list(num_selecting), list(budgets))
 
 
 class TiledAttention:
@@ -65,7 +67,7 @@ class TiledAttention:
     leaves sinks out, because they belong to the part with the row's own key. recent: the offset in
     bytes and the group of the layer in the int8 store of steps that have one (quant/kv.py:
     RECENT_BLOCK). bounds_offset: where the bounds of the layer's keys begin in a tile, which append
-    writes and decoded rows of steps that `select` use; 0: none, as with a window or slopes.
+    writes and rows that `select` use; 0: none, as with a window or slopes.
     """
 
     bits: int

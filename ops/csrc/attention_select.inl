@@ -15,6 +15,7 @@ namespace MS_ISA {
 namespace {
 
 constexpr int SCORED_TILES = 128;  // of one task
+constexpr int TILES_AHEAD = 64;    // whose addresses are translated before they are read
 constexpr float QUERY_STEPS_OF_BOUNDS = 255.0f;
 
 // Returns the sums of x[0], ..., x[15] in this order.
@@ -38,7 +39,7 @@ MS_INLINE i32x16 sums_of(i32x16 (&x)[16]) {
 #endif
 }
 
-// A decoded row that reads a part of its tiles. scored: how many tiles have bounds; chosen: how many of them
+// A row that reads a part of its tiles. scored: how many tiles have bounds; chosen: how many of them
 // are read; numbers: where its scores and table begin.
 struct SelectedRow {
   SequenceRows seq;
@@ -93,28 +94,29 @@ class Selector {
       : step_(step), layer_(layer), q_(q), q_stride_(q_stride), shape_(layer.cache),
         bounds_(layer.cache, selection.bounds_offset), memory_(memory) {}
 
-  // Divides the step's sequences into those of rows that read everything and rows that choose.
+  // Divides the step's rows into those that read everything and those that choose.
   void divide(const Selection& selection, const RecentStore* recent) {
     memory_.whole.clear(), memory_.whole_recent.clear(), memory_.rows.clear();
     memory_.part.clear(), memory_.part_recent.clear();
+    const int* budgets = selection.budgets;
     size_t numbers = 0;
-    for (int s = 0, row = 0; s < step_.num_sequences; row += step_.sequences[s++].num_rows) {
+    for (int s = 0; s < step_.num_sequences; budgets += selection.num_selecting[s++]) {
       const SequenceRows& seq = step_.sequences[s];
       const SequenceRows* own = recent ? &recent->step.sequences[s] : nullptr;
-      const int* budgets = s < selection.num_decodes ? selection.budgets + row : nullptr;
-      if (!budgets || reads_everything(seq, budgets)) {
-        memory_.whole.push_back(seq);
-        if (own) memory_.whole_recent.push_back(*own);
-        continue;
+      int before = seq.num_rows - selection.num_selecting[s];  // rows that read everything
+      if (reads_everything(seq, before, budgets)) before = seq.num_rows;
+      if (before > 0) {
+        memory_.whole.push_back(rows_of(seq, 0, before));
+        if (own) memory_.whole_recent.push_back(rows_of(*own, 0, before));
       }
-      for (int i = 0; i < seq.num_rows; i++) {
-        const SequenceRows one = row_of(seq, i);
-        const int all = one.kv_len / TILE + (one.kv_len % TILE ? 1 : 0);
-        if (own) memory_.part_recent.push_back(row_of(*own, i));
+      for (int i = before; i < seq.num_rows; i++) {
+        const SequenceRows one = rows_of(seq, i, 1);
+        const int budget = budgets[i - before], all = one.first_position / TILE + 1;
+        if (own) memory_.part_recent.push_back(rows_of(*own, i, 1));
         memory_.part.push_back(one);
-        if (budgets[i] >= all) continue;
-        const int scored = own ? first_recent(one.first_position) / TILE : one.first_position / TILE;
-        const int kept = budgets[i] - (all - scored), stride = (scored + 15) / 16 * 16;
+        if (budget >= all) continue;
+        const int scored = own ? first_recent(one.first_position) / TILE : all - 1;
+        const int kept = budget - (all - scored), stride = (scored + 15) / 16 * 16;
         memory_.rows.push_back({one, scored, kept > 0 ? kept : 0, stride, numbers});
         numbers += static_cast<size_t>(stride) * layer_.cache.num_kv_heads;
       }
@@ -148,12 +150,13 @@ class Selector {
   }
 
  private:
-  static SequenceRows row_of(const SequenceRows& seq, int i) {
-    return {seq.base, seq.first_row + i, 1, seq.first_position + i + 1, seq.first_position + i};
+  static SequenceRows rows_of(const SequenceRows& seq, int first, int count) {
+    const int position = seq.first_position + first;
+    return {seq.base, seq.first_row + first, count, position + count, position};
   }
-  static bool reads_everything(const SequenceRows& seq, const int* budgets) {
-    for (int i = 0; i < seq.num_rows; i++)
-      if (budgets[i] * TILE <= seq.first_position + i) return false;
+  static bool reads_everything(const SequenceRows& seq, int before, const int* budgets) {
+    for (int i = before; i < seq.num_rows; i++)
+      if (budgets[i - before] * TILE <= seq.first_position + i) return false;
     return true;
   }
 
@@ -162,6 +165,8 @@ class Selector {
     const SelectedRow& row = memory_.rows[task.row];
     round_to_sides(layer_, shape_, bounds_.head_bytes, q_ + row.seq.first_row * q_stride_, queries);
     const int end = task.first + SCORED_TILES < row.scored ? task.first + SCORED_TILES : row.scored;
+    for (int tile = task.first; tile < task.first + TILES_AHEAD; tile++) prefetch(bounds_of(row, tile));
+    for (int tile = task.first; tile < task.first + 16; tile++) fetch(row, tile);
     for (int first = task.first; first < end; first += 16) score_tiles(row, queries, first);
   }
 
@@ -170,19 +175,23 @@ class Selector {
     return row.seq.base + static_cast<size_t>(existing) * step_.tile_bytes + bounds_.offset;
   }
 
+  // Prefetches the bounds of a tile, whose address has been translated by then.
+  MS_INLINE void fetch(const SelectedRow& row, int tile) const {
+    const uint8_t* at = bounds_of(row, tile);
+    for (size_t line = 0; line <= bounds_.scales; line += 64) prefetch(at + line);
+  }
+
   // Scores 16 tiles from `first` on for all K/V heads.
   void score_tiles(const SelectedRow& row, const RowQueries& queries, int first) const {
     const int per_kv = layer_.num_heads / layer_.cache.num_kv_heads;
-    const uint8_t *tiles[16], *next[16];
-    for (int i = 0; i < 16; i++) tiles[i] = bounds_of(row, first + i), next[i] = bounds_of(row, first + 16 + i);
-    for (int h = 0; h < layer_.cache.num_kv_heads; h++) {
+    const int kv_heads = layer_.cache.num_kv_heads;
+    const uint8_t* tiles[16];
+    for (int i = 0; i < 16; i++) tiles[i] = bounds_of(row, first + i), prefetch(bounds_of(row, first + TILES_AHEAD + i));
+    for (int h = 0; h < kv_heads; h++) {
+      for (int i = 16 * h / kv_heads; i < 16 * (h + 1) / kv_heads; i++) fetch(row, first + 16 + i);
       const size_t at = h * bounds_.head_bytes;
       uint16_t halves[16];
       for (int i = 0; i < 16; i++) std::memcpy(halves + i, tiles[i] + bounds_.scales + 2 * h, 2);
-      for (int i = 0; i < 16; i++) {
-        for (size_t line = 0; line < bounds_.head_bytes; line += 64) prefetch(next[i] + at + line);
-        if (h == 0) prefetch(next[i] + bounds_.scales);
-      }
       f32x16 joint = {};
       for (int r = 0; r < per_kv; r++) {
         const int head = h * per_kv + r;
@@ -202,49 +211,48 @@ class Selector {
     }
   }
 
-  // Integers in the order of the scores, above which NaN is.
-  static uint32_t order_of(float score) {
-    uint32_t bits;
-    std::memcpy(&bits, &score, 4);
-    return bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  // Makes scores signed integers of the same order, with NaN at its ends, in place; those after `count` are
+  // below all others.
+  static void to_order(float* scores, int count) {
+    for (int i = 0; i < count; i += 16) {
+      const i32x16 bits = load<i32x16>(scores + i);
+      i32x16 order = bits ^ ((bits >> 31) & 0x7fffffff);
+      order -= order == splat_i32(INT32_MIN);
+      const i32x16 is_there = LANES < count - i;
+      store(scores + i, (order & is_there) | (splat_i32(INT32_MIN) & ~is_there));
+    }
   }
 
-  // Returns the largest number that at least `wanted` scores reach, and how many exceed it.
-  static uint32_t least_chosen(const float* scores, int count, int wanted, int& above) {
-    constexpr int SHIFTS[] = {21, 10, 0}, BITS[] = {11, 11, 10};
-    uint32_t prefix = 0, mask = 0;
-    above = 0;
-    for (int pass = 0; pass < 3; pass++) {
-      static thread_local uint32_t counts[1 << 11];
-      const int last = (1 << BITS[pass]) - 1;
-      std::memset(counts, 0, sizeof(counts));
-      for (int i = 0; i < count; i++) {
-        const uint32_t order = order_of(scores[i]);
-        if ((order & mask) == prefix) counts[order >> SHIFTS[pass] & last]++;
-      }
-      int digit = last;
-      while (above + static_cast<int>(counts[digit]) < wanted) above += static_cast<int>(counts[digit--]);
-      prefix |= static_cast<uint32_t>(digit) << SHIFTS[pass];
-      mask |= static_cast<uint32_t>(last) << SHIFTS[pass];
-    }
-    return prefix;
+  static int count_at_least(const int32_t* orders, int count, int32_t least) {
+    i32x16 found = {};
+    const i32x16 below = splat_i32(least);
+    for (int i = 0; i < count; i += 16) found -= load<i32x16>(orders + i) >= below;
+    return reduce_add(found);
+  }
+
+  // Returns the largest number that at least `wanted` orders reach, bit by bit.
+  static int32_t least_chosen(const int32_t* orders, int count, int wanted) {
+    int32_t least = count_at_least(orders, count, 0) >= wanted ? 0 : INT32_MIN;
+    for (int bit = 30; bit >= 0; bit--)
+      if (count_at_least(orders, count, least + (1 << bit)) >= wanted) least += 1 << bit;
+    return least;
   }
 
   // Of tiles with the same score at the edge, the newest are chosen.
   void choose_of_head(const SelectedRow& row, int h, bool with_own) {
     const size_t at = row.numbers + static_cast<size_t>(h) * row.stride;
-    const float* scores = memory_.scores.data() + at;
     int32_t* table = memory_.tables.data() + at;
     int count = 0;
     if (row.chosen > 0) {
-      int above, equal = 0;
-      const uint32_t least = least_chosen(scores, row.scored, row.chosen, above);
-      for (int i = 0; i < row.scored; i++) equal += order_of(scores[i]) == least;
-      int left_out = equal - (row.chosen - above);
+      to_order(memory_.scores.data() + at, row.scored);
+      const int32_t* orders = reinterpret_cast<const int32_t*>(memory_.scores.data() + at);
+      const int32_t least = least_chosen(orders, row.scored, row.chosen);
+      int left_out = count_at_least(orders, row.scored, least) - row.chosen;
       for (int i = 0; i < row.scored; i++) {
-        const uint32_t order = order_of(scores[i]);
-        if (order < least || (order == least && left_out-- > 0)) continue;
-        table[count++] = i;
+        const int is_left_out = (orders[i] == least) & (left_out > 0);
+        left_out -= is_left_out;
+        table[count] = i;
+        count += (orders[i] >= least) & !is_left_out;
       }
     }
     if (with_own) table[count] = row.seq.first_position / TILE;

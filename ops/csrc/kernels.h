@@ -286,11 +286,11 @@ struct RecentStore {
   CacheLayer cache;
 };
 
-// Which tiles decoded rows read (see attention_select.inl). num_decodes: the number of leading sequences
-// whose rows are decoded. budgets: for each of their rows the number of tiles that it reads, its own included.
+// Which tiles rows read (see attention_select.inl). num_selecting: for each sequence, how many of its last
+// rows read a part of its tiles. budgets: for each of these rows the number of tiles, its own included.
 struct Selection {
   size_t bounds_offset;  // of the layer's bounds, from the start of a tile
-  int num_decodes;
+  const int* num_selecting;
   const int* budgets;
 };
 
@@ -386,8 +386,8 @@ struct Kernels {
   void (*gate_and_norm)(const GatedNorm&);
   // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
   void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
-  // The same as `attend` in one call, but decoded rows read some tiles alone. The layer has neither a window
-  // nor slopes.
+  // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a
+  // window nor slopes.
   void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
                           size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
 };

@@ -159,7 +159,13 @@ def _load(
     if runner is None:
         model, memory, states = runtime.model, runtime.memory, prediction.reader
         runner = ModelRunner(
-            model, kv, runtime.attention, memory=memory, states=states, follower=head
+            model,
+            kv,
+            runtime.attention,
+            memory=memory,
+            states=states,
+            follower=head,
+            selects=runtime.selection is not None,
         )
     limits = _limits_of(config, runtime, tokenizer)
     scheduler = parts.scheduler(

@@ -59,7 +59,8 @@ def decoded(kv_policy: str, tokens: list[int], num_prompt: int) -> torch.Tensor:
         assert runtime.kv.grow(item, len(tokens))
         runtime.kv.commit()
         for first, end in _steps(len(tokens), num_prompt):
-            step = AttentionStep(int(first > 0), [item.start], [end - first], [end])
+            one = int(first > 0)
+            step = AttentionStep(one, [item.start], [end - first], [end], [num_prompt])
             attention = runtime.attention.plan(step)
             positions = torch.arange(first, end)
             hidden = runtime.model.forward(torch.tensor(tokens[first:end]), positions, attention)
@@ -198,14 +199,16 @@ def test_several_answers_to_one_prompt_have_the_bits_of_each_alone():
     assert len({str(each) for each in together}) == 3
 
 
-def test_preempted_sequences_go_on():
-    """What is computed again reads everything, as a prompt does, so later tokens may differ."""
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_answers_are_the_same_after_preemption(prefix_cache):
+    """Tokens of an answer select when they are computed again, too, many in one step."""
     prompts, one = [prompt(length, seed=length) for length in (60, 90, 120, 150)], params(250)
     little = {"kv_cache_bytes": 1050 << 10, "memory_policy": "prompt_only", "max_num_seqs": 4}
-    settings = SETTINGS | little | {"max_model_len": 420, "kv_page_bytes": 4096}
-    with LLM(DEFAULT_MODEL, **settings, kv_policy=QUEST) as llm:
-        found = until_preempted(llm, lambda: answers(llm, prompts, one))
-    assert [len(each) for each in found] == [250] * 4
+    settings = SETTINGS | {"kv_page_bytes": 4096, "prefix_cache": prefix_cache, "kv_policy": QUEST}
+    with LLM(DEFAULT_MODEL, **settings) as llm:
+        roomy = answers(llm, prompts, one)
+    with LLM(DEFAULT_MODEL, **settings | little | {"max_model_len": 420}) as llm:
+        assert until_preempted(llm, lambda: answers(llm, prompts, one)) == roomy
 
 
 def test_what_is_read_is_counted_and_told(caplog):

@@ -1,4 +1,4 @@
-"""Decoded rows that read a part of their K/V: bounds of the stored keys, the choice of tiles, and
+"""Rows that read a part of their K/V: bounds of the stored keys, the choice of tiles, and
 attention over these, on every instruction set.
 
 Which tiles are right follows from the bounds that the kernels stored and from q as they round it.
@@ -77,7 +77,7 @@ def test_rows_read_the_tiles_with_the_largest_bounds(isa, case, bits):
         q = torch.randn(1, heads, dim)
         own = (end - 1) // TILE_TOKENS
         step = cache.step([0], [1], [end])
-        step.select(1, [budget])
+        step.select([1], [budget])
         found = cache.op.attend(step, q)[0]
         chosen, is_clear = chosen_tiles(scores_of(cache, q[0], own), budget - 1)
         read = torch.cat((chosen, torch.ones(kv_heads, 1, dtype=torch.bool)), 1)
@@ -134,7 +134,7 @@ def test_a_budget_of_everything_gives_the_bits_of_no_selection(isa, bits):
         expected = plain.attend(q, length)
         for budget in (-(-length // TILE_TOKENS), 1000):
             step = cache.step([0], [1], [length])
-            step.select(1, [budget])
+            step.select([1], [budget])
             assert torch.equal(cache.op.attend(step, q), expected), f"{length} {budget}"
 
 
@@ -151,7 +151,7 @@ def test_all_tiles_but_one_of_no_weight_are_nearly_everything(isa):
     shorter = Cache(heads=2, kv_heads=1, dim=64, tokens=400)
     shorter.fill(k[others], v[others])
     step = cache.step([0], [1], [400])
-    step.select(1, [24])
+    step.select([1], [24])
     assert torch.equal(cache.op.attend(step, q), shorter.attend(q, 384))
 
 
@@ -161,35 +161,34 @@ def test_a_row_has_the_bits_that_it_has_alone(isa, bits):
     number of threads."""
     lengths = [5, 70, 700, 2100, 1300, 40, 900]
     rows = [1, 4, 5, 1, 1, 30, 1]
-    num_decodes = 5
+    selecting = [1, 4, 2, 1, 1, 0, 0]
     cache = Cache(heads=4, kv_heads=2, dim=32, bits=bits, tokens=2100, sequences=7, has_bounds=True)
     for i, length in enumerate(lengths):
         cache.fill(_keys(length, 2, 32), torch.randn(length, 2, 32), i)
     q = torch.randn(sum(rows), 4, 32)
     ends = [
         (i, end)
-        for i, (n, length) in enumerate(zip(rows, lengths, strict=True))
+        for i, (n, length) in enumerate(zip(selecting, lengths, strict=True))
         for end in range(length - n + 1, length + 1)
     ]
-    decoded = ends[: sum(rows[:num_decodes])]
-    budgets = [2 + end // 160 for _, end in decoded]
+    budgets = [2 + end // 160 for _, end in ends]
     step = cache.step(range(7), rows, lengths)
-    step.select(num_decodes, budgets)
+    step.select(selecting, budgets)
     together = cache.op.attend(step, q)
     threads = native_library.num_threads()
     for count in (1, 3):
         native_library.set_num_threads(count)
         assert torch.equal(cache.op.attend(step, q), together), f"{count} threads"
     native_library.set_num_threads(threads)
-    for row, (i, end) in enumerate(decoded):
+    firsts = [sum(rows[:i]) for i in range(7)]
+    for (i, end), budget in zip(ends, budgets, strict=True):
+        row = firsts[i] + end - lengths[i] + rows[i] - 1
         alone = cache.step([i], [1], [end])
-        alone.select(1, [budgets[row]])
+        alone.select([1], [budget])
         assert torch.equal(cache.op.attend(alone, q[row : row + 1])[0], together[row]), f"row {row}"
-    first = len(decoded)
-    for i in range(num_decodes, 7):  # prompts read everything
-        part = slice(first, first + rows[i])
-        assert torch.equal(cache.attend(q[part], lengths[i], i), together[part]), f"prompt {i}"
-        first = part.stop
+    for i in (2, 5, 6):  # the rows before those that select
+        part, end = slice(firsts[i], firsts[i] + rows[i] - selecting[i]), lengths[i] - selecting[i]
+        assert torch.equal(cache.attend(q[part], end, i), together[part]), f"sequence {i}"
 
 
 def test_bounds_do_not_depend_on_chunks_or_on_what_was_written_before(isa):
@@ -228,7 +227,7 @@ def test_values_that_are_not_finite_do_not_crash(isa):
     cache.fill(k, v)
     for q in (torch.randn(1, 2, 32), torch.full((1, 2, 32), torch.nan), torch.zeros(1, 2, 32)):
         step = cache.step([0], [1], [300])
-        step.select(1, [4])
+        step.select([1], [4])
         cache.op.attend(step, q)
 
 
@@ -241,5 +240,7 @@ def test_options_that_cannot_select_are_refused():
     cache = Cache(**shape)
     with pytest.raises(AssertionError, match="one call"):
         cache.op.begin(cache.step([0], [1], [40]), torch.randn(1, 2, 32))
-    with pytest.raises(AssertionError, match="each decoded row"):
-        cache.step([0], [2], [40]).select(1, [3])
+    with pytest.raises(AssertionError, match="each row that selects"):
+        cache.step([0], [2], [40]).select([2], [3])
+    with pytest.raises(AssertionError, match="num_selecting"):
+        cache.step([0], [1], [40]).select([2], [3, 3])
