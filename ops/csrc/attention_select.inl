@@ -6,7 +6,8 @@
 // head the tiles with the largest bounds are read, and always those that the bounds do not cover yet: the
 // row's own tile, or its own block where that is in a store of its own. Query heads that share a K/V head
 // read the same tiles, those of the largest sum of their bounds (bench/kernels/selection_mass.py: the sum holds
-// more of their attention than the largest of the bounds).
+// more of their attention than the largest of the bounds). It is one product: that of the maxima with the sum of
+// what is positive in the queries, and of the minima with the sum of what is negative.
 //
 // Rows then attend to the chosen tiles in the order of their positions as to a shorter sequence, by a table
 // (SequenceRows::tiles). Rows that read everything are left to `attend` and have the bits that it gives.
@@ -16,7 +17,7 @@ namespace {
 
 constexpr int SCORED_TILES = 128;  // of one task
 constexpr int TILES_AHEAD = 64;    // whose addresses are translated before they are read
-constexpr float QUERY_STEPS_OF_BOUNDS = 255.0f;
+constexpr float SIDE_STEPS = 255.0f;
 
 // Returns the sums of x[0], ..., x[15] in this order.
 MS_INLINE i32x16 sums_of(i32x16 (&x)[16]) {
@@ -58,32 +59,40 @@ struct SelectMemory {
   List<int32_t> tables;
 };
 
-// The queries of one row as bytes without signs, [heads][2 * D, padded]: those above zero, then those below.
-struct RowQueries {
+// What multiplies the bounds, as bytes without signs, [K/V heads][2 * D, padded]: sums over the query heads of a
+// K/V head, of what is above zero and then of what is below.
+struct RowSides {
   List<uint8_t> bytes;
   List<float> steps;
 };
 
 void round_to_sides(const AttentionLayer& layer, const HeadShape& shape, size_t head_bytes, const float* q,
-                    RowQueries& to) {
-  alignas(64) float x[MAX_HEAD_DIM];
-  const size_t need = head_bytes * layer.num_heads;
-  if (to.bytes.size() < need) to.bytes.resize(need);
-  if (to.steps.size() < static_cast<size_t>(layer.num_heads)) to.steps.resize(layer.num_heads);
+                    RowSides& to) {
+  alignas(64) float x[MAX_HEAD_DIM], sides[2][MAX_HEAD_DIM];
+  const int kv_heads = layer.cache.num_kv_heads, per_kv = layer.num_heads / kv_heads;
+  const size_t need = head_bytes * kv_heads;
+  if (to.bytes.size() < need) to.bytes.resize(need), to.steps.resize(kv_heads);
   std::memset(to.bytes.data(), 0, need);
-  for (int h = 0; h < layer.num_heads; h++) {
-    std::memcpy(x, q + h * shape.dim, sizeof(float) * shape.dim);
-    if (shape.bits == 4) hadamard(x, shape.dim);
-    f32x16 largest = {};
-    for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(x + d));
-    const float top = reduce_magnitude(largest), step = top > 0.0f ? QUERY_STEPS_OF_BOUNDS / top : 0.0f;
-    int8_t* bytes = reinterpret_cast<int8_t*>(to.bytes.data() + h * head_bytes);
-    for (int d = 0; d < shape.dim; d += 16) {
-      const f32x16 scaled = load<f32x16>(x + d) * step;
-      store_i8(bytes + d, to_int_nearest(max(scaled, f32x16{})));
-      store_i8(bytes + shape.dim + d, to_int_nearest(max(-scaled, f32x16{})));
+  for (int h = 0; h < kv_heads; h++) {
+    std::memset(sides, 0, sizeof(sides));
+    for (int r = 0; r < per_kv; r++, q += shape.dim) {
+      std::memcpy(x, q, sizeof(float) * shape.dim);
+      if (shape.bits == 4) hadamard(x, shape.dim);
+      for (int d = 0; d < shape.dim; d += 16) {
+        const f32x16 values = load<f32x16>(x + d);
+        store(sides[0] + d, load<f32x16>(sides[0] + d) + max(values, f32x16{}));
+        store(sides[1] + d, load<f32x16>(sides[1] + d) + max(-values, f32x16{}));
+      }
     }
-    to.steps[h] = top / QUERY_STEPS_OF_BOUNDS;
+    f32x16 largest = {};
+    for (const float* side : sides)
+      for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(side + d));
+    const float top = reduce_magnitude(largest), step = top > 0.0f ? SIDE_STEPS / top : 0.0f;
+    int8_t* bytes = reinterpret_cast<int8_t*>(to.bytes.data() + h * head_bytes);
+    for (int side = 0; side < 2; side++)
+      for (int d = 0; d < shape.dim; d += 16)
+        store_i8(bytes + side * shape.dim + d, to_int_nearest(load<f32x16>(sides[side] + d) * step));
+    to.steps[h] = top / SIDE_STEPS;
   }
 }
 
@@ -116,7 +125,7 @@ class Selector {
         memory_.part.push_back(one);
         if (budget >= all) continue;
         const int scored = own ? first_recent(one.first_position) / TILE : all - 1;
-        const int kept = budget - (all - scored), stride = (scored + 15) / 16 * 16;
+        const int kept = budget - (all - scored), stride = (scored + 15) / 16 * 16 + 16;
         memory_.rows.push_back({one, scored, kept > 0 ? kept : 0, stride, numbers});
         numbers += static_cast<size_t>(stride) * layer_.cache.num_kv_heads;
       }
@@ -161,13 +170,13 @@ class Selector {
   }
 
   void run(const ScoreTask& task) {
-    static thread_local RowQueries queries;
+    static thread_local RowSides sides;
     const SelectedRow& row = memory_.rows[task.row];
-    round_to_sides(layer_, shape_, bounds_.head_bytes, q_ + row.seq.first_row * q_stride_, queries);
+    round_to_sides(layer_, shape_, bounds_.head_bytes, q_ + row.seq.first_row * q_stride_, sides);
     const int end = task.first + SCORED_TILES < row.scored ? task.first + SCORED_TILES : row.scored;
     for (int tile = task.first; tile < task.first + TILES_AHEAD; tile++) prefetch(bounds_of(row, tile));
     for (int tile = task.first; tile < task.first + 16; tile++) fetch(row, tile);
-    for (int first = task.first; first < end; first += 16) score_tiles(row, queries, first);
+    for (int first = task.first; first < end; first += 16) score_tiles(row, sides, first);
   }
 
   const uint8_t* bounds_of(const SelectedRow& row, int tile) const {
@@ -182,8 +191,7 @@ class Selector {
   }
 
   // Scores 16 tiles from `first` on for all K/V heads.
-  void score_tiles(const SelectedRow& row, const RowQueries& queries, int first) const {
-    const int per_kv = layer_.num_heads / layer_.cache.num_kv_heads;
+  void score_tiles(const SelectedRow& row, const RowSides& sides, int first) const {
     const int kv_heads = layer_.cache.num_kv_heads;
     const uint8_t* tiles[16];
     for (int i = 0; i < 16; i++) tiles[i] = bounds_of(row, first + i), prefetch(bounds_of(row, first + TILES_AHEAD + i));
@@ -191,23 +199,17 @@ class Selector {
       for (int i = 16 * h / kv_heads; i < 16 * (h + 1) / kv_heads; i++) fetch(row, first + 16 + i);
       const size_t at = h * bounds_.head_bytes;
       uint16_t halves[16];
-      for (int i = 0; i < 16; i++) std::memcpy(halves + i, tiles[i] + bounds_.scales + 2 * h, 2);
-      f32x16 joint = {};
-      for (int r = 0; r < per_kv; r++) {
-        const int head = h * per_kv + r;
-        const uint8_t* q = queries.bytes.data() + head * bounds_.head_bytes;
-        i32x16 sums[16];
-        unroll<16>([&](auto i) MS_LAMBDA {
-          sums[i] = dot_u8_i8(i32x16{}, load<i32x16>(q), load<i32x16>(tiles[i] + at));
-        });
-        for (size_t line = 64; line < bounds_.head_bytes; line += 64) {
-          const i32x16 sides = load<i32x16>(q + line);
-          unroll<16>([&](auto i) MS_LAMBDA { sums[i] = dot_u8_i8(sums[i], sides, load<i32x16>(tiles[i] + at + line)); });
-        }
-        const f32x16 bound = to_float(sums_of(sums)) * queries.steps[head];
-        joint = r == 0 ? bound : joint + bound;
+      i32x16 sums[16];
+      unroll<16>([&](auto i) MS_LAMBDA {
+        std::memcpy(halves + i, tiles[i] + bounds_.scales + 2 * h, 2);
+        sums[i] = dot_u8_i8(i32x16{}, load<i32x16>(sides.bytes.data() + at), load<i32x16>(tiles[i] + at));
+      });
+      for (size_t line = 64; line < bounds_.head_bytes; line += 64) {
+        const i32x16 some = load<i32x16>(sides.bytes.data() + at + line);
+        unroll<16>([&](auto i) MS_LAMBDA { sums[i] = dot_u8_i8(sums[i], some, load<i32x16>(tiles[i] + at + line)); });
       }
-      store(memory_.scores.data() + row.numbers + static_cast<size_t>(h) * row.stride + first, joint * from_half(halves));
+      const f32x16 scores = to_float(sums_of(sums)) * (from_half(halves) * sides.steps[h]);
+      store(memory_.scores.data() + row.numbers + static_cast<size_t>(h) * row.stride + first, scores);
     }
   }
 
@@ -230,12 +232,29 @@ class Selector {
     return reduce_add(found);
   }
 
-  // Returns the largest number that at least `wanted` orders reach, bit by bit.
+  // Returns a number that `wanted` orders reach, or the largest that more do, bit by bit.
   static int32_t least_chosen(const int32_t* orders, int count, int wanted) {
     int32_t least = count_at_least(orders, count, 0) >= wanted ? 0 : INT32_MIN;
-    for (int bit = 30; bit >= 0; bit--)
-      if (count_at_least(orders, count, least + (1 << bit)) >= wanted) least += 1 << bit;
+    for (int bit = 30; bit >= 0; bit--) {
+      const int found = count_at_least(orders, count, least + (1 << bit));
+      if (found >= wanted) least += 1 << bit;
+      if (found == wanted) break;
+    }
     return least;
+  }
+
+  // Writes the numbers of 16 tiles from `first` on whose order is `least` or more; returns how many there are. It
+  // may write 16.
+  static MS_INLINE int list_chosen(const int32_t* orders, int first, int32_t least, int32_t* to) {
+#if defined(__AVX512F__)
+    const __mmask16 chosen = _mm512_cmpge_epi32_mask((__m512i)load<i32x16>(orders + first), _mm512_set1_epi32(least));
+    store(to, (i32x16)_mm512_maskz_compress_epi32(chosen, (__m512i)(LANES + first)));
+    return __builtin_popcount(chosen);
+#else
+    int count = 0;
+    for (int i = first; i < first + 16; i++) to[count] = i, count += orders[i] >= least;
+    return count;
+#endif
   }
 
   // Of tiles with the same score at the edge, the newest are chosen.
@@ -245,15 +264,12 @@ class Selector {
     int count = 0;
     if (row.chosen > 0) {
       to_order(memory_.scores.data() + at, row.scored);
-      const int32_t* orders = reinterpret_cast<const int32_t*>(memory_.scores.data() + at);
+      int32_t* orders = reinterpret_cast<int32_t*>(memory_.scores.data() + at);
       const int32_t least = least_chosen(orders, row.scored, row.chosen);
       int left_out = count_at_least(orders, row.scored, least) - row.chosen;
-      for (int i = 0; i < row.scored; i++) {
-        const int is_left_out = (orders[i] == least) & (left_out > 0);
-        left_out -= is_left_out;
-        table[count] = i;
-        count += (orders[i] >= least) & !is_left_out;
-      }
+      for (int i = 0; left_out > 0; i++)
+        if (orders[i] == least) orders[i] = INT32_MIN, left_out--;
+      for (int i = 0; i < row.scored; i += 16) count += list_chosen(orders, i, least, table + count);
     }
     if (with_own) table[count] = row.seq.first_position / TILE;
   }

@@ -35,10 +35,11 @@ from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
+from serve.prediction.hidden_reader import HiddenReader
 from serve.prediction.saved import PredictorFile
 from serve.prediction.start import start_prediction
 from serve.read_ahead import records_folder
-from serve.runner.runner import Closable, ModelRunner
+from serve.runner.runner import Closable, Follower, ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
@@ -157,16 +158,7 @@ def _load(
     draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
-        model, memory, states = runtime.model, runtime.memory, prediction.reader
-        runner = ModelRunner(
-            model,
-            kv,
-            runtime.attention,
-            memory=memory,
-            states=states,
-            follower=head,
-            selects=runtime.selection is not None,
-        )
+        runner = _local_runner(runtime, prediction.reader, head)
     limits = _limits_of(config, runtime, tokenizer)
     scheduler = parts.scheduler(
         SchedulerLimits.of(config),
@@ -219,6 +211,20 @@ def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> 
         runtime.spec.embed_size,
         bounded_json=config.bounded_json,
         reasoning=reasoning_end(tokenizer, config),
+    )
+
+
+def _local_runner(
+    runtime: Runtime, states: HiddenReader | None, follower: Follower | None
+) -> ModelRunner:
+    return ModelRunner(
+        runtime.model,
+        runtime.kv,
+        runtime.attention,
+        memory=runtime.memory,
+        states=states,
+        follower=follower,
+        selects=runtime.selection is not None,
     )
 
 

@@ -28,21 +28,23 @@ def bounds_of(cache: Cache, num_tiles: int, sequence: int = 0) -> tuple[Tensor, 
     return sides[..., :dim] * scales, -sides[..., dim:] * scales
 
 
-def rounded_to_sides(q: Tensor, bits: int) -> Tensor:
-    """Returns q: [..., D] as it multiplies bounds, fp64: rounded to 255ths of its largest value,
+def scores_by(bounds: tuple[Tensor, Tensor], q: Tensor, bits: int, kv_heads: int) -> Tensor:
+    """Returns the scores of tiles with these bounds, fp64 [tiles, Hk, D], for one row q: [H, D],
+    fp64 [Hk, tiles]. What multiplies the bounds is rounded to 255ths of its largest value; q is
     transformed for int4."""
-    turned = hadamard(q) if bits == 4 else q
-    top = turned.abs().amax(-1, keepdim=True)
+    most, least = (x.permute(1, 0, 2) for x in bounds)
+    turned = (hadamard(q) if bits == 4 else q).reshape(kv_heads, -1, q.shape[-1])
+    sides = torch.stack((turned.clamp(min=0).sum(1), (-turned).clamp(min=0).sum(1)))
+    top = sides.amax((0, 2))[:, None]
     step = torch.where(top > 0, torch.tensor(255.0) / top, torch.tensor(0.0))
-    return (turned * step).round().double() * (top / 255).double()
+    above, below = (sides * step).round().double() * (top / 255).double()
+    return (above[:, None] * most - below[:, None] * least).sum(-1)
 
 
 def scores_of(cache: Cache, q: Tensor, num_tiles: int, sequence: int = 0) -> Tensor:
     """Returns the scores of the first num_tiles tiles for one row q: [H, D], fp64 [Hk, tiles]."""
-    most, least = bounds_of(cache, num_tiles, sequence)
-    rounded = rounded_to_sides(q, cache.op.bits).reshape(cache.kv_heads, -1, 1, cache.dim)
-    most, least = (x.permute(1, 0, 2)[:, None] for x in (most, least))
-    return torch.maximum(rounded * most, rounded * least).sum((-1, 1))
+    bounds = bounds_of(cache, num_tiles, sequence)
+    return scores_by(bounds, q, cache.op.bits, cache.kv_heads)
 
 
 def chosen_tiles(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:

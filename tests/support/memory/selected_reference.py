@@ -11,7 +11,7 @@ from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket
 from memory.policies.setting import KVPolicy
 from ops.reference import ReferenceBackend, attention_fp64, round_kv
 from quant.kv import TILE_TOKENS, fitting_group
-from tests.support.memory.selected_kv import chosen_tiles, rounded_to_sides, selected_attention
+from tests.support.memory.selected_kv import chosen_tiles, scores_by, selected_attention
 
 
 def rounded_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,9 +69,8 @@ class SelectedReference:
         budget = -(-self._policy.budget(len(k)) // TILE_TOKENS)
         if budget > own:
             return attention_fp64(q[None], k, v, layer.scale).out[0]
-        most, least = (x[:own].permute(1, 0, 2)[:, None] for x in rounded_bounds(k))
-        rounded = rounded_to_sides(q, 8).reshape(layer.num_kv_heads, -1, 1, layer.head_dim)
-        scores = torch.maximum(rounded * most, rounded * least).sum((-1, 1))
+        most, least = (x[:own] for x in rounded_bounds(k))
+        scores = scores_by((most, least), q.float(), 8, layer.num_kv_heads)
         chosen, _ = chosen_tiles(scores, budget - 1)
         read = torch.cat((chosen, torch.ones(len(chosen), 1, dtype=torch.bool)), 1)
         return selected_attention(q, k, v, read, layer.scale)

@@ -211,6 +211,26 @@ def test_answers_are_the_same_after_preemption(prefix_cache):
         assert until_preempted(llm, lambda: answers(llm, prompts, one)) == roomy
 
 
+@pytest.mark.parametrize("kv_dtype", KINDS)
+@pytest.mark.parametrize(
+    ("family", "variant"),
+    [("gpt_oss", "long"), ("gemma4_text", "long"), ("gemma2", "base"), ("llama", "long")],
+)
+def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family, variant, kv_dtype):
+    """With windows beside full attention, sinks, caps on scores, and layers that share K/V."""
+    prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (20, 60, 100)]
+    settings = {"dtype": "int8", "kv_dtype": kv_dtype, "max_num_seqs": 4, "max_model_len": 160}
+    found = {}
+    for policy in ("off", "quest:budget=100%", "quest:budget=20%"):
+        path = str(checkpoint(family, variant))
+        with LLM(path, **settings, kv_policy=policy, kv_page_bytes=4096) as llm:
+            found[policy] = [answers(llm, prompts, params(50)) for _ in range(2)]
+    assert found["quest:budget=100%"] == found["off"]
+    assert found["quest:budget=20%"][0] == found["quest:budget=20%"][1], "with prefix hits"
+    if kv_dtype == "int8":  # with int4, all keys of so short sequences are in a row's own block
+        assert found["quest:budget=20%"] != found["off"]
+
+
 def test_what_is_read_is_counted_and_told(caplog):
     with (
         caplog.at_level(logging.INFO),
