@@ -217,9 +217,14 @@ struct LatentLayer {
 // One sequence of a step. Its rows begin at row first_row of the step and at position
 // first_position of the sequence. A row attends to the keys up to its own position that are among
 // the first kv_len keys.
+//
+// A single row may read some of its tiles alone: with `tiles`, key i of K/V head h is key i % TILE of tile
+// tiles[h * tiles_stride + i / TILE], and kv_len counts the keys of these tiles.
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len, first_position;
+  const int32_t* tiles = nullptr;
+  int tiles_stride = 0;
 };
 
 // K and V of one sequence in bf16 or fp32; strides in elements.
@@ -279,6 +284,14 @@ constexpr int RECENT_BLOCK = 128;
 struct RecentStore {
   Step step;
   CacheLayer cache;
+};
+
+// Which tiles rows read (see attention_select.inl). num_selecting: for each sequence, how many of its last
+// rows read a part of its tiles. budgets: for each of these rows the number of tiles, its own included.
+struct Selection {
+  size_t bounds_offset;  // of the layer's bounds, from the start of a tile
+  const int* num_selecting;
+  const int* budgets;
 };
 
 struct Rotation {
@@ -387,6 +400,12 @@ struct Kernels {
   // Copies the tokens `kept`, [kv_heads][count], which rise, to the first places of target, perhaps in place.
   void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
                     int count);
+  // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
+  void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
+  // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a
+  // window nor slopes.
+  void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
+                          size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
 };
 
 const Kernels* portable_kernels();

@@ -37,10 +37,11 @@ from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
+from serve.prediction.hidden_reader import HiddenReader
 from serve.prediction.saved import PredictorFile
 from serve.prediction.start import start_prediction
 from serve.read_ahead import records_folder
-from serve.runner.runner import Closable, ModelRunner
+from serve.runner.runner import Closable, Follower, ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
@@ -52,6 +53,7 @@ from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
     from serve.weight_peers.peers import WeightPeers
 
@@ -81,6 +83,7 @@ class LoadedEngine:
     use_peer: Callable[[str], None] | None = None
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
+    selection: Selection | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -157,10 +160,7 @@ def _load(
     draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
-        model, memory, states = runtime.model, runtime.memory, prediction.reader
-        runner = ModelRunner(
-            model, kv, runtime.attention, memory=memory, states=states, follower=head
-        )
+        runner = _local_runner(runtime, prediction.reader, head)
     limits = _limits_of(config, runtime, tokenizer)
     scheduler = _scheduler_of(parts, runtime)(
         SchedulerLimits.of(config),
@@ -197,6 +197,7 @@ def _load(
         use_peer=runtime.use_peer,
         peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
+        selection=runtime.selection,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )
@@ -219,6 +220,20 @@ def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> 
         runtime.spec.embed_size,
         bounded_json=config.bounded_json,
         reasoning=reasoning_end(tokenizer, config),
+    )
+
+
+def _local_runner(
+    runtime: Runtime, states: HiddenReader | None, follower: Follower | None
+) -> ModelRunner:
+    return ModelRunner(
+        runtime.model,
+        runtime.kv,
+        runtime.attention,
+        memory=runtime.memory,
+        states=states,
+        follower=follower,
+        selects=runtime.selection is not None,
     )
 
 

@@ -28,8 +28,10 @@ class Batch:
     attention: AttentionStep
 
 
-def make_batch(plan: StepPlan) -> Batch:
-    """Flattens a plan, all of whose sequences are running and have committed pages."""
+def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
+    """Flattens a plan, all of whose sequences are running and have committed pages. selects:
+    whether decoded tokens select what they read."""
+    prompts = [s.num_prompt_tokens for s in plan.sequences] if selects else None
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []
@@ -65,5 +67,5 @@ def make_batch(plan: StepPlan) -> Batch:
         positions=torch.tensor(positions, dtype=torch.int64),
         sampled=sampled,
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens),
+        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts),
     )

@@ -247,13 +247,15 @@ class ModelRunner:
         microbatches: MicrobatchPolicy | None = None,
         states: HiddenReader | None = None,
         follower: Follower | None = None,
+        selects: bool = False,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         """microbatches: decides when a step is computed as two micro-batches that alternate. By
         default this is learned when attention is remote, and never done when it is local. states:
         reads the hidden states that lengths are predicted from. follower: reads those of all rows,
-        where attention is local."""
+        where attention is local. selects: whether decoded tokens select what they read."""
         self._model = model
+        self._selects = selects
         self._kv = kv
         self._attention = attention
         self._memory = memory
@@ -318,7 +320,7 @@ class ModelRunner:
         return result
 
     def _whole(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
-        batch = make_batch(plan)
+        batch = make_batch(plan, selects=self._selects)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
@@ -331,7 +333,7 @@ class ModelRunner:
         """Computes the same rows, with the same bits, as two micro-batches that alternate."""
         halves = split_in_two(plan)
         assert halves is not None
-        batches = [make_batch(plan.subset(half)) for half in halves]
+        batches = [make_batch(plan.subset(half), selects=self._selects) for half in halves]
         passes = [
             self._model.slices(
                 batch.input_ids, batch.positions, self._attention.plan(batch.attention)
