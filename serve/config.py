@@ -14,10 +14,7 @@ from quant.kv import GROUPS as KV_GROUPS
 from serve import setting_checks
 from serve.errors import ConfigError
 from serve.length_predictor import LengthPredictor
-from serve.node_addresses import (
-    check_nodes,
-    check_peers,
-)
+from serve.node_addresses import check_nodes, check_peers
 from serve.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from serve.setting_checks import (
     KVEventOptions,
@@ -139,7 +136,8 @@ class EngineSettings(KVEventOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(KVEventSettings):
-    """The settings of one engine; those of its events and peers' weights are in the base classes.
+    """The settings of one engine. The base classes have those of events, of weights from peers and
+    of K/V policies.
 
     model: a Hugging Face directory, or "default" for the embedded model.
     tokenizer: a directory whose tokenizer and chat template take the place of the model's.
@@ -342,6 +340,7 @@ class EngineConfig(KVEventSettings):
         check_peers(self)
         is_random = self.load_format == "random"
         self.check_weight_peers({"converter": self.converter, "load_format random": is_random})
+        self.check_kv_policy(self.num_ranks)
         self.check_events(self.prefix_cache, self.memory_nodes)
         page = self.kv_page_bytes
         if page is not None and page % 4096:

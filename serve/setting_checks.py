@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
+from memory.policies.setting import OFF, parse_kv_policy
 from serve.errors import ConfigError
 from serve.node_addresses import check_address, checked_addresses
 
@@ -17,6 +18,16 @@ SPECULATIONS = ("lookup", "model", "mtp", "eagle3", "off")
 DRAFT_HEADS = ("mtp", "eagle3")
 _WITH_DRAFT_MODEL = ("model", "eagle3")
 KV_EVENT_FORMATS = ("array", "map")
+_WITHOUT_KV_POLICY = (
+    "converter",
+    "memory_nodes",
+    "kvp",
+    "borrow",
+    "lend",
+    "kv_peers",
+    "kv_listen",
+    "kv_replica_bytes",
+)
 MAX_NUM_SEQS = 1 << 20  # each reserves a range of addresses
 
 
@@ -249,7 +260,40 @@ class WeightPeerSettings:
                 raise ConfigError(f"{name} cannot be used with {used}: nothing is packed")
 
 
-class KVEventOptions(WeightPeerOptions, total=False):
+class KVPolicyOptions(WeightPeerOptions, total=False):
+    """The fields of KVPolicySettings as keyword arguments."""
+
+    kv_policy: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KVPolicySettings(WeightPeerSettings):
+    """Which K/V of a sequence is read or kept (memory.policies).
+
+    kv_policy: "off" reads and keeps all. "quest" keeps all and reads, for each decoded token, the
+        pages that matter most to it; "window", "h2o", "snapkv", "keyformer" and "pyramid" drop the
+        rest. The budget is a number of tokens or a share of the sequence: quest:budget=1024,
+        h2o:budget=25%. Answers change unless the budget is everything.
+    """
+
+    kv_policy: str = OFF
+
+    def check_kv_policy(self, num_ranks: int) -> None:
+        """Checks the setting against the others of EngineConfig."""
+        try:
+            policy = parse_kv_policy(self.kv_policy)
+        except ValueError as error:
+            raise ConfigError(f"kv_policy {error}") from None
+        if policy is None:
+            return
+        for name in _WITHOUT_KV_POLICY:
+            if getattr(self, name):
+                raise ConfigError(f"{name} cannot be used with kv_policy {policy.name}")
+        if num_ranks > 1:
+            raise ConfigError(f"a model in several ranks cannot have kv_policy {policy.name}")
+
+
+class KVEventOptions(KVPolicyOptions, total=False):
     """The fields of KVEventSettings as keyword arguments."""
 
     kv_events: str | None
@@ -260,7 +304,7 @@ class KVEventOptions(WeightPeerOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KVEventSettings(WeightPeerSettings):
+class KVEventSettings(KVPolicySettings):
     """What is published about the prefix cache, for routers (serve.events).
 
     kv_events: where events of cached token blocks are published over ZeroMQ, in vLLM's format, such

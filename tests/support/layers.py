@@ -173,6 +173,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/peers": ("memory/prefix",),
     "memory/attention": ("memory/pages",),
     "memory/prefix": ("memory/pages",),
+    "memory/policies": (),
     "memory/pages": (),
     "ops/cuda": ("ops/triton_kernels", "ops"),
     "ops/cpu": ("ops",),

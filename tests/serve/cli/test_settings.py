@@ -36,6 +36,7 @@ VALUES: dict[str, Any] = {
     "kv_group": 32,
     "kv_page_bytes": 65536,
     "kv_listen": "tcp://a:1",
+    "kv_policy": "quest:budget=12%",
     "kv_peers": ["tcp://a:1", "tcp://b:2"],
     "kvp": ["tcp://a:1", "tcp://b:2"],
     "kvp_segment_tokens": 4096,

@@ -53,12 +53,22 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
     return {"model": NAME, "messages": messages, "max_tokens": 12, "temperature": 0, **more}
 
 
-def parts_of(engine: Engine) -> list[weakref.ref[Any]]:
+def decoders() -> list[Decoder]:
     gc.unfreeze()  # frozen objects are not listed
-    loaded = engine.loaded
-    decoder = [each for each in gc.get_objects() if type(each) is Decoder]
-    assert decoder
-    return [weakref.ref(part) for part in (loaded.core, loaded.kv, *decoder)]
+    gc.collect()
+    return [each for each in gc.get_objects() if type(each) is Decoder]
+
+
+def parts_of(engine: Engine, others: list[weakref.ref[Decoder]]) -> list[weakref.ref[Any]]:
+    """Returns the core, the K/V and the models of an engine. others: models of other tests."""
+    loaded, known = engine.loaded, {id(other()) for other in others}
+    own = [each for each in decoders() if id(each) not in known]
+    assert own
+    return [weakref.ref(part) for part in (loaded.core, loaded.kv, *own)]
+
+
+def holders(part: weakref.ref[Any]) -> list[str]:
+    return [str(type(each)) for each in gc.get_referrers(part())]
 
 
 def code(answer: tuple[int, Any]) -> tuple[int, str]:
@@ -70,15 +80,15 @@ def test_asleep_the_server_lives_without_a_model() -> None:
         before = await post(session, CHAT, chat("Tell me a joke"))
         stored = await post(session, "/v1/responses", {"model": NAME, "input": "hi"})
         for level in (1, 2):
-            parts = parts_of(server.app.context.engine)
+            parts = parts_of(server.app.context.engine, others)
             assert (await post(session, f"/sleep?level={level}"))[0] == 200
             assert await get(session, "/is_sleeping") == (200, {"is_sleeping": True})
             for _ in range(100):  # a thread that has just ended may still have them in its frame
-                left = {type(part()) for part in parts} - {type(None)}
+                left = [part for part in parts if part() is not None]
                 if not left:
                     break
                 await asyncio.sleep(0.05)
-            assert not left, "weights and K/V are freed"
+            assert not left, [(part, holders(part)) for part in left]
             assert (await post(session, "/sleep"))[0] == 200, "again does nothing"
             assert (await get(session, "/health"))[0] == 200
             for path in ("/ready", "/v1/models", "/metrics", "/live"):
@@ -91,6 +101,7 @@ def test_asleep_the_server_lives_without_a_model() -> None:
             assert after[0] == 200 and after[1]["choices"] == before[1]["choices"]
         assert (await get(session, f"/v1/responses/{stored[1]['id']}"))[0] == 200
 
+    others = [weakref.ref(each) for each in decoders()]
     run(check)
     gc.unfreeze()
 

@@ -1,0 +1,45 @@
+"""The setting kv_policy."""
+
+from __future__ import annotations
+
+import pytest
+
+from memory.policies.setting import POLICIES, KVPolicy, parse_kv_policy
+
+
+def test_policies_have_a_budget_in_tokens_or_as_a_share() -> None:
+    assert parse_kv_policy("off") is None
+    for name in POLICIES:
+        assert parse_kv_policy(f"{name}:budget=512") == KVPolicy(name, tokens=512)
+        assert parse_kv_policy(f"{name}:budget=12.5%") == KVPolicy(name, share=0.125)
+
+
+def test_a_share_of_a_sequence_is_rounded_up() -> None:
+    policy = KVPolicy("h2o", share=0.12)
+    assert [policy.budget(n) for n in (1, 100, 101)] == [1, 12, 13]
+    assert KVPolicy("h2o", tokens=64).budget(1000) == 64
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (None, "None"),
+        ("", "''"),
+        ("best:budget=1", "'best'"),
+        ("quest", "needs a budget"),
+        ("quest:", "needs a budget"),
+        ("quest:size=3", "needs a budget"),
+        ("quest:budget=", "''"),
+        ("quest:budget=0", "'0'"),
+        ("quest:budget=-1", "'-1'"),
+        ("quest:budget=0%", "'0%'"),
+        ("quest:budget=101%", "'101%'"),
+        ("quest:budget=nan%", "'nan%'"),
+        ("quest:budget=1.5", "'1.5'"),
+        ("quest:budget=1,x=2", "'1,x=2'"),
+    ],
+)
+def test_anything_else_is_refused(text: object, wrong: str) -> None:
+    with pytest.raises(ValueError, match=r"must be|needs|must have") as caught:
+        parse_kv_policy(text)
+    assert wrong in str(caught.value)
