@@ -166,10 +166,10 @@ def _short_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attends with the whole matrix of scores: q [B, heads, T, D], k and v [B, K/V heads, T, D]."""
     size, kv_heads, length, width = k.shape
     share = q.shape[1] // kv_heads
-    scores = q.reshape(size, kv_heads, share * length, width) @ k.transpose(-1, -2)
+    scores: Tensor = q.reshape(size, kv_heads, share * length, width) @ k.transpose(-1, -2)
     mask = torch.full((length, length), -1e9, dtype=scores.dtype).triu(1)
     scores = scores.view(size, kv_heads, share, length, length) * width**-0.5 + mask
-    y = scores.softmax(-1).view(size, kv_heads, share * length, length).to(v.dtype) @ v
+    y: Tensor = scores.softmax(-1).view(size, kv_heads, share * length, length).to(v.dtype) @ v
     return y.view(size, kv_heads * share, length, width)
 
 

@@ -92,11 +92,12 @@ class Reference:
             last = rows >= length - WINDOW
             state.window_rows[:, :end] += probabilities[:, :, last].sum((1, 2))
             if self._seed is not None:
-                noisy = (logits + self._noise_of(state)[:, None, None, :end]) / TEMPERATURES[0]
+                noisy = (logits + self.noise_of(state)[:, None, None, :end]) / TEMPERATURES[0]
                 state.noisy_rows[:, :end] += noisy.softmax(-1).sum((1, 2))
         return state, torch.cat(outputs, 2).flatten(0, 1)
 
-    def _noise_of(self, state: LayerState) -> Tensor:
+    def noise_of(self, state: LayerState) -> Tensor:
+        """Returns the noise of a layer's keys [Hk, capacity]."""
         assert self._seed is not None
         kv_heads, room = state.held.shape
         noise = self._noise.get(state.index)
@@ -178,6 +179,7 @@ class Continuation:
             first, last = TEMPERATURES
             decoded = at - self._prompt_length + 1
             heat = first + (last - first) * decoded / self._reference.most_answer
-            noise = self._reference._noise_of(state)[:, None, :length]
+            noise = self._reference.noise_of(state)[:, None, :length]
             state.noisy_rows[:, :length] += ((logits + noise) / heat).softmax(-1).sum(1)
-        return probabilities @ state.v[:, :length]
+        y: Tensor = probabilities @ state.v[:, :length]
+        return y

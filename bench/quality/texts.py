@@ -162,8 +162,8 @@ def _pieces(random: Random, text: RunningText, length: int) -> Iterator[tuple[li
     share_asked, share_examples = random.uniform(0.2, 0.5), random.uniform(0.05, 0.2)
     mean_words = int(random.integers(2, 24))
     rate = len(facts.open_facts) / spread  # facts for each token
-    length_of_turn = 3 * share_examples + 4.5 * share_asked + mean_words * (
-        1 - share_asked - share_examples
+    length_of_turn = (
+        3 * share_examples + 4.5 * share_asked + mean_words * (1 - share_asked - share_examples)
     )
     while True:
         due = random.poisson(rate * length_of_turn)

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from bench.quality import texts
-from bench.quality.network import Network, Shape, angles
+from bench.quality.network import Layer, Network, Shape, angles
 from bench.quality.vocabulary import write_tokenizer
 
 WEIGHTS = {texts.STRUCTURE: 0.1, texts.ANSWER: 1.0, texts.TEXT: 0.5}
@@ -72,6 +72,7 @@ def initialize(network: Network) -> None:
     torch.nn.init.normal_(embedding, std=0.1)
     embedding[:, 0] = 0.1 * shape.hidden_size**0.5
     for index, layer in enumerate(network.model.layers):
+        assert isinstance(layer, Layer)
         q = layer.self_attn.q_proj.weight.view(heads, width, -1)
         k = layer.self_attn.k_proj.weight.view(shape.num_key_value_heads, width, -1)
         if index > 0:

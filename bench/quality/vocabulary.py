@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 NUM_NAMES = 256  # keys and values of facts
 NUM_CLASSES = 32  # of the items of a mapping; an item's class is the same in every text
@@ -62,7 +63,7 @@ def write_tokenizer(directory: Path) -> None:
     ]
     space = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     spaced = [word if token in (BOS, END) else f"{SPACE}{word}" for token, word in enumerate(words)]
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

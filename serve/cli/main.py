@@ -26,6 +26,8 @@ from serve.errors import ConfigError
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
 
+KV_POLICIES = "K/V policies"
+
 app = typer.Typer(
     name="serve",
     cls=SuggestingGroup,
@@ -282,12 +284,53 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table to this file.")
     ] = None,
+    kv_policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Measure K/V policies on long-range tasks instead: NAME:budget=AMOUNT, NAME for"
+            " budgets from 100% to 6%, or all; repeatable.",
+            rich_help_panel=KV_POLICIES,
+        ),
+    ] = None,
+    context: Annotated[
+        int, typer.Option(help="Tokens of a prompt.", rich_help_panel=KV_POLICIES)
+    ] = 4096,
+    exercises: Annotated[
+        int, typer.Option(help="Exercises of each task.", rich_help_panel=KV_POLICIES)
+    ] = 16,
+    seed: Annotated[int, typer.Option(help="Of the tasks.", rich_help_panel=KV_POLICIES)] = 0,
+    reference: Annotated[
+        bool,
+        typer.Option(
+            "--reference",
+            help="Run the policies' reference in torch, not the engine.",
+            rich_help_panel=KV_POLICIES,
+        ),
+    ] = False,
+    png_file: Annotated[
+        Path | None,
+        typer.Option("--png", help="Draw quality against the budget.", rich_help_panel=KV_POLICIES),
+    ] = None,
 ) -> None:
-    """Compare the perplexity, KL divergence and greedy agreement of precisions on a text."""
-    from serve.cli.eval import run_eval
-
+    """Compare precisions of a model on a text, or what K/V policies cost on long-range tasks."""
     set_up_logging("warning")
     with reported():
+        if kv_policy:
+            from bench.cli.kv_policies import run_kv_policies
+
+            run_kv_policies(
+                model,
+                kv_policy,
+                context=context,
+                exercises=exercises,
+                seed=seed,
+                on_reference=reference,
+                json_file=json_file,
+                png_file=png_file,
+            )
+            return
+        from serve.cli.eval import run_eval
+
         run_eval(
             find_model(model, revision=revision).model,
             text,
