@@ -12,9 +12,9 @@ together. Keys keep the rotation of their original position.
   too; the answer's tokens are kept (SnapKV, arXiv 2404.14469).
 - keyformer: as h2o with 30 % newest tokens and with the probabilities of logits with Gumbel noise
   at a temperature that rises during the answer (Keyformer, arXiv 2403.09054).
-- pyramid: the prompt's last queries vote; lower layers hold more than the budget and upper layers
-  less, on average the budget (PyramidInfer, arXiv 2405.12532, which also leaves out the dropped
-  tokens' rows in the prompt's upper layers; here the prompt is computed in full).
+- pyramid: as snapkv; lower layers hold more than the budget and upper layers less, on average the
+  budget (PyramidInfer, arXiv 2405.12532, which also leaves out the dropped tokens' rows in the
+  prompt's upper layers; here the prompt is computed in full).
 - quest: nothing is dropped; of the pages of 16 tokens those are read whose keys could have the
   largest product with the query, by their minima and maxima (Quest, arXiv 2406.10774).
 """
@@ -24,18 +24,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-SINKS = 4  # the first tokens, which window and pyramid never drop
-WINDOW = 32  # queries at the prompt's end that vote in snapkv and pyramid
+SINKS = 4  # the first tokens, which window never drops
+WINDOW = 32  # most queries at the prompt's end that vote in snapkv and pyramid, and stay
 POOLING = 7  # neighbours for which a vote of snapkv counts
 PAGE = 16  # tokens that quest reads together
 SLACK = 64  # decoded tokens by which the budget may be exceeded before some are dropped
 KEYFORMER_RECENT = 0.3
 TEMPERATURES = (1.0, 2.0)  # of keyformer, at the prompt and at the answer's most tokens
-_MASK64 = (1 << 64) - 1
+NOISE_BLOCK = 64  # keys whose noise is drawn together
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,8 @@ class LayerState:
     """A layer's K/V of a sequence: k and v [Hk, capacity, D], rotated; held [Hk, capacity].
 
     all_rows, noisy_rows: for each key the sum of probabilities over the queries so far, plain and
-    of keyformer's noisy logits [Hk, capacity]. window_rows: the same over the prompt's last WINDOW
-    queries.
+    of keyformer's noisy logits [Hk, capacity]. last_rows: the probabilities of the prompt's last
+    WINDOW queries, summed over the heads of a group [Hk, WINDOW, capacity].
     """
 
     index: int
@@ -76,13 +77,13 @@ class LayerState:
     held: Tensor
     all_rows: Tensor
     noisy_rows: Tensor
-    window_rows: Tensor
+    last_rows: Tensor
 
     def copy(self) -> LayerState:
         """Returns a state that can go on by itself."""
-        parts = (self.k, self.v, self.held, self.all_rows, self.noisy_rows, self.window_rows)
-        k, v, held, rows, noisy, window = (part.clone() for part in parts)
-        return LayerState(self.index, k, v, self.length, held, rows, noisy, window)
+        parts = (self.k, self.v, self.held, self.all_rows, self.noisy_rows)
+        k, v, held, rows, noisy = (part.clone() for part in parts)
+        return LayerState(self.index, k, v, self.length, held, rows, noisy, self.last_rows)
 
 
 class Policy:
@@ -139,7 +140,7 @@ class Window(Evicting):
     name = "window"
 
     def _newest(self, budget: int) -> int:
-        return max(1, budget - SINKS)
+        return budget - min(SINKS, budget // 2)
 
     def _scores(self, layer: LayerState) -> Tensor:
         """Returns scores by which the first tokens come before all others."""
@@ -151,7 +152,7 @@ class H2O(Evicting):
     name = "h2o"
 
     def _newest(self, budget: int) -> int:
-        return max(1, budget // 2)
+        return budget - budget // 2
 
     def _scores(self, layer: LayerState) -> Tensor:
         return layer.all_rows
@@ -162,7 +163,7 @@ class Keyformer(Evicting):
     uses_noise = True
 
     def _newest(self, budget: int) -> int:
-        return max(1, int(budget * KEYFORMER_RECENT))
+        return max(1, round(budget * KEYFORMER_RECENT))
 
     def _scores(self, layer: LayerState) -> Tensor:
         return layer.noisy_rows
@@ -175,39 +176,33 @@ class SnapKV(Evicting):
         """Keeps the answer."""
 
     def _newest(self, budget: int) -> int:
-        return min(WINDOW, budget)
+        return min(WINDOW, max(1, budget // 2))
 
     def _scores(self, layer: LayerState) -> Tensor:
-        seen = layer.window_rows[:, : layer.length - WINDOW]
-        pooled = F.max_pool1d(seen[None], POOLING, 1, POOLING // 2)[0]
-        return F.pad(pooled, (0, layer.held.shape[1] - pooled.shape[1]))
+        voters = self._newest(self.budget.of(layer.length))
+        votes = layer.last_rows[:, WINDOW - voters :].sum(1)
+        newest = self._newest(self.layer_budget(layer.index, layer.length))
+        votes[:, layer.length - newest :] = -math.inf
+        return F.max_pool1d(votes[None], POOLING, 1, POOLING // 2)[0]
+
+    def layer_budget(self, index: int, num_tokens: int) -> int:
+        """Returns the budget of a layer."""
+        return self.budget.of(num_tokens)
 
 
-class Pyramid(Evicting):
+class Pyramid(SnapKV):
     name = "pyramid"
 
     def end_prompt(self, layer: LayerState) -> None:
-        self._drop(layer, self.layer_budget(layer.index, layer.length))
-
-    def end_step(self, layer: LayerState) -> None:
-        """Keeps the answer."""
+        if self.budget.of(layer.length) < layer.length:
+            self._drop(layer, self.layer_budget(layer.index, layer.length))
 
     def layer_budget(self, index: int, num_tokens: int) -> int:
-        """Returns a layer's budget: from 1.5 times the budget down to half of it, by a cosine."""
-        budget = self.budget.of(num_tokens)
-        if budget >= num_tokens:
-            return num_tokens
-        place = index / max(1, self.num_layers - 1)
-        factor = 1 + 0.5 * math.cos(math.pi * place)
-        return min(num_tokens, max(1, round(budget * factor)))
-
-    def _newest(self, budget: int) -> int:
-        return min(WINDOW, budget)
-
-    def _scores(self, layer: LayerState) -> Tensor:
-        scores = layer.window_rows.clone()
-        scores[:, :SINKS] = math.inf
-        return scores
+        """Returns a layer's budget: from 1.5 times the budget in equal steps down to half of it."""
+        budget, last = self.budget.of(num_tokens), self.num_layers - 1
+        if last == 0:
+            return budget
+        return max(1, budget * (3 * last - 2 * index) // (2 * last))
 
 
 class Quest(Policy):
@@ -246,23 +241,13 @@ def make_policy(text: str, num_layers: int) -> Policy:
     return POLICIES[name](Budget.parse(rest or "100%"), num_layers)
 
 
-def gumbel_noise(seed: int, layer: int, kv_heads: int, count: int) -> Tensor:
-    """Returns keyformer's noise of each key [Hk, count], which depends on nothing else.
-
-    The uniform number of a key is the upper half of SplitMix64's output for a counter made of
-    the seed, the layer, the head and the position.
-    """
-    noise = torch.empty(kv_heads, count, dtype=torch.float64)
-    for head in range(kv_heads):
-        base = (seed * 1_000_003 + layer) * 1_000_003 + head
-        for position in range(count):
-            bits = _split_mix((base << 24) + position) >> 32
-            noise[head, position] = -math.log(-math.log((bits + 0.5) / 2**32))
-    return noise.float()
-
-
-def _split_mix(value: int) -> int:
-    value = (value + 1) * 0x9E3779B97F4A7C15 & _MASK64
-    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 & _MASK64
-    value = (value ^ (value >> 27)) * 0x94D049BB133111EB & _MASK64
-    return value ^ (value >> 31)
+def gumbel_noise(seed: int, layers: int, kv_heads: int, count: int) -> Tensor:
+    """Returns keyformer's noise of the first `count` keys [layers, Hk, count]. Each block of
+    NOISE_BLOCK keys has a Philox generator of its own, whose key is the seed and the block."""
+    blocks = [
+        np.random.Generator(np.random.Philox(key=[seed % 2**64, block])).gumbel(
+            size=(layers, kv_heads, NOISE_BLOCK)
+        )
+        for block in range(-(-count // NOISE_BLOCK))
+    ]
+    return torch.from_numpy(np.concatenate(blocks, 2)[:, :, :count]).float()

@@ -47,7 +47,7 @@ class Reference:
         self.network = network
         self.most_answer = most_answer
         self._seed = seed if with_noise else None
-        self._noise: dict[int, Tensor] = {}
+        self._noise = torch.empty(0)
 
     @torch.inference_mode()
     def read(self, tokens: Sequence[int]) -> Prompt:
@@ -74,8 +74,9 @@ class Reference:
         held = torch.zeros(kv_heads, room, dtype=torch.bool)
         held[:, :length] = True
         wide = torch.zeros(kv_heads, room, width)
+        last_rows = torch.zeros(kv_heads, WINDOW, room)
         state = LayerState(
-            index, wide, wide.clone(), length, held, room_of, room_of.clone(), room_of.clone()
+            index, wide, wide.clone(), length, held, room_of, room_of.clone(), last_rows
         )
         state.k[:, :length], state.v[:, :length] = k, v
         grouped = q.view(kv_heads, -1, length, width)
@@ -89,8 +90,10 @@ class Reference:
             probabilities = logits.softmax(-1)
             outputs.append(probabilities @ v[:, None, :end])
             state.all_rows[:, :end] += probabilities.sum((1, 2))
-            last = rows >= length - WINDOW
-            state.window_rows[:, :end] += probabilities[:, :, last].sum((1, 2))
+            last = rows[rows >= length - WINDOW]
+            state.last_rows[:, last + WINDOW - length, :end] = probabilities[
+                :, :, last - start
+            ].sum(1)
             if self._seed is not None:
                 noisy = (logits + self.noise_of(state)[:, None, None, :end]) / TEMPERATURES[0]
                 state.noisy_rows[:, :end] += noisy.softmax(-1).sum((1, 2))
@@ -100,11 +103,10 @@ class Reference:
         """Returns the noise of a layer's keys [Hk, capacity]."""
         assert self._seed is not None
         kv_heads, room = state.held.shape
-        noise = self._noise.get(state.index)
-        if noise is None or noise.shape[1] < room:
-            noise = gumbel_noise(self._seed, state.index, kv_heads, room)
-            self._noise[state.index] = noise
-        return noise
+        if self._noise.numel() == 0 or self._noise.shape[2] < room:
+            layers = self.network.shape.num_hidden_layers
+            self._noise = gumbel_noise(self._seed, layers, kv_heads, room)
+        return self._noise[state.index, :, :room]
 
     def start(self, prompt: Prompt, policy: str) -> Continuation:
         """Returns a continuation of a prompt under "NAME:budget=AMOUNT" or "full"."""
@@ -178,7 +180,7 @@ class Continuation:
         if self._policy.uses_noise:
             first, last = TEMPERATURES
             decoded = at - self._prompt_length + 1
-            heat = first + (last - first) * decoded / self._reference.most_answer
+            heat = first + (last - first) * min(1.0, decoded / self._reference.most_answer)
             noise = self._reference.noise_of(state)[:, None, :length]
             state.noisy_rows[:, :length] += ((logits + noise) / heat).softmax(-1).sum(1)
         y: Tensor = probabilities @ state.v[:, :length]
