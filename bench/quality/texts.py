@@ -12,7 +12,6 @@ and of questions with their answers: `? a : b`, `? x : y`, `?? a : b : c : d : e
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -137,46 +136,64 @@ def training_text(random: Random, length: int) -> tuple[Tokens, Tokens]:
     num_words = int(np.clip(length // 16, 8, v.NUM_WORDS))
     text = RunningText(random, num_words)
     tokens, kinds = [v.BOS], [NOTHING]
-    if random.random() < 0.15:
+    style = random.random()
+    if style < 0.15:
         _add_text(tokens, kinds, text.take(length))
     else:
-        for part, kind in _pieces(random, text, length):
+        pieces = _Pieces(random, text, length, is_sparse=style < 0.4)
+        while len(tokens) < length:
+            part, kind = pieces.next(len(tokens))
             if kind == TEXT:
                 _add_text(tokens, kinds, part)
             else:
                 tokens += part
                 kinds += _kinds(part)
-            if len(tokens) >= length:
-                break
     return np.array(tokens[:length]), np.array(kinds[:length])
 
 
-def _pieces(random: Random, text: RunningText, length: int) -> Iterator[tuple[list[int], int]]:
-    """Yields pieces of a text without end, of random shares."""
-    room = max(2, int(length * random.uniform(0.05, 0.3)) // 3)  # facts
-    num_chains = min(room // (2 * HOPS), 24)
-    num_pairs = min(room - HOPS * num_chains, (v.NUM_NAMES - num_chains * (HOPS + 1)) // 2)
-    num_classes = int(np.clip(length // 32, 2, v.NUM_CLASSES))
-    facts = Facts.random(random, num_chains, num_pairs, num_classes)
-    spread = random.uniform(0.2, 0.8) * length
-    share_asked, share_examples = random.uniform(0.2, 0.5), random.uniform(0.05, 0.2)
-    mean_words = int(random.integers(2, 24))
-    rate = len(facts.open_facts) / spread  # facts for each token
-    length_of_turn = (
-        3 * share_examples + 4.5 * share_asked + mean_words * (1 - share_asked - share_examples)
-    )
-    while True:
-        due = random.poisson(rate * length_of_turn)
-        for _ in range(min(due, len(facts.open_facts))):
-            yield facts.state(), STRUCTURE
+class _Pieces:
+    """The pieces of a text without end, of random shares. is_sparse: few facts among much running
+    text, and the questions at its end."""
+
+    def __init__(self, random: Random, text: RunningText, length: int, *, is_sparse: bool) -> None:
+        self._random, self._text = random, text
+        room = max(2, int(length * random.uniform(0.05, 0.3)) // 3)  # facts
+        self._mean_words = int(random.integers(2, 24))
+        if is_sparse:
+            room = min(room, int(random.integers(1, 9)))
+            self._mean_words = int(random.integers(24, 200))
+        num_chains = min(room // (2 * HOPS), 24)
+        num_pairs = min(room - HOPS * num_chains, (v.NUM_NAMES - num_chains * (HOPS + 1)) // 2)
+        self._num_classes = int(np.clip(length // 32, 2, v.NUM_CLASSES))
+        self._facts = Facts.random(random, num_chains, num_pairs, self._num_classes)
+        self._asks_from = 0.85 * length if is_sparse else 0.0
+        self._share_asked = random.uniform(0.2, 0.5)
+        self._share_examples = random.uniform(0.05, 0.2)
+        self._rate = len(self._facts.open_facts) / (random.uniform(0.2, 0.8) * length)
+        self._due = 0
+
+    def next(self, place: int) -> tuple[list[int], int]:
+        """Returns the next piece, which begins at a place, and what it is."""
+        random, facts = self._random, self._facts
+        if self._due == 0:
+            self._due = 1 + int(random.poisson(self._rate * self._turn_length()))
+        self._due -= 1
+        if self._due and facts.open_facts:
+            return facts.state(), STRUCTURE
         kind = random.random()
-        if kind < share_asked:
-            yield facts.question(random), ANSWER
-        elif kind < share_asked + share_examples:
-            one = facts.classes[int(random.integers(num_classes))]
-            yield facts.example(random, one), STRUCTURE
-        else:
-            yield text.take(1 + int(random.integers(2 * mean_words))), TEXT
+        if kind < self._share_asked and place >= self._asks_from:
+            return facts.question(random), ANSWER
+        if kind < self._share_asked + self._share_examples:
+            one = facts.classes[int(random.integers(self._num_classes))]
+            return facts.example(random, one), STRUCTURE
+        mean = 4 if 0 < self._asks_from <= place else self._mean_words
+        return self._text.take(1 + int(random.integers(2 * mean))), TEXT
+
+    def _turn_length(self) -> float:
+        share_of_words = 1 - self._share_asked - self._share_examples
+        return (
+            3 * self._share_examples + 4.5 * self._share_asked + self._mean_words * share_of_words
+        )
 
 
 def _add_text(tokens: list[int], kinds: list[int], words: list[int]) -> None:

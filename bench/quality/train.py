@@ -33,23 +33,24 @@ LINE_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Stage:
-    """Texts of one length. share: of the whole time, at most. enough: the answers' accuracy."""
+    """Texts of some lengths in turn. share: of the whole time, at most. enough: the answers'
+    accuracy."""
 
-    length: int
-    size: int
+    lengths: tuple[int, ...]
+    tokens: int  # of a step
     share: float
     rate: float
     enough: float = 0.98
 
 
 STAGES = (
-    Stage(64, 128, 0.15, 3e-3),
-    Stage(128, 64, 0.1, 3e-3),
-    Stage(256, 32, 0.1, 3e-3),
-    Stage(512, 16, 0.1, 3e-3),
-    Stage(1024, 8, 0.12, 2e-3),
-    Stage(2048, 6, 0.15, 2e-3),
-    Stage(4096, 4, 1.0, 2e-3, 2.0),
+    Stage((64,), 8192, 0.15, 3e-3),
+    Stage((128,), 8192, 0.1, 3e-3),
+    Stage((256,), 8192, 0.1, 3e-3),
+    Stage((512,), 8192, 0.1, 3e-3),
+    Stage((1024,), 8192, 0.12, 2e-3),
+    Stage((2048,), 12288, 0.15, 2e-3),
+    Stage((1024, 4096, 2048, 8192), 8192, 1.0, 2e-3, 2.0),
 )
 
 
@@ -127,7 +128,7 @@ class Trainer:
             if now - printed > LINE_SECONDS:
                 printed = now
                 shown = " ".join(f"{k} {v:.3f}" for k, v in self.recent.items())
-                length = STAGES[self.stage].length
+                length = max(STAGES[self.stage].lengths)
                 print(f"{self.spent:6.0f} s step {self.step} length {length} {shown}", flush=True)
             if now - saved > SAVE_SECONDS:
                 saved = now
@@ -144,7 +145,8 @@ class Trainer:
 
     def _step(self) -> None:
         stage = STAGES[self.stage]
-        made = texts.batch(self.random, stage.size, stage.length)
+        length = stage.lengths[self.step % len(stage.lengths)]
+        made = texts.batch(self.random, stage.tokens // length, length)
         tokens, kinds = torch.from_numpy(made["tokens"]), torch.from_numpy(made["kinds"])
         with torch.autocast("cpu", torch.bfloat16):
             hidden = self.network.hidden(tokens)
