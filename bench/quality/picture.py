@@ -25,6 +25,7 @@ COLOURS = (BLUE, ORANGE, GREEN, VERMILLION, PURPLE, SKY)
 TITLES = {
     "needle": "one needle",
     "needles": "one of 96 needles",
+    "again": "asked a second time",
     "hops": "4 hops of 80 facts",
     "examples": "a mapping by example",
     "later": "asked after the prompt",
@@ -38,9 +39,11 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
     lines = lines_of(rows)
     (full,) = [row for row in rows if row.policy == FULL]
     with styled():
-        figure = Figure(figsize=(10, 6.2), layout="constrained", facecolor="white")
-        grid: Any = figure.subplots(2, 3)
-        for axes, task in zip(grid.flat, (*ACCURACIES, "perplexity"), strict=True):
+        figure = Figure(figsize=(12, 6.2), layout="constrained", facecolor="white")
+        grid: Any = figure.subplots(2, 4)
+        *axes_of_tasks, last = grid.flat
+        last.axis("off")
+        for axes, task in zip(axes_of_tasks, (*ACCURACIES, "perplexity"), strict=True):
             for (name, found), colour in zip(lines.items(), COLOURS, strict=False):
                 budgets = [budget for budget, _ in found]
                 values = [_value(row, task) for _, row in found]
@@ -55,9 +58,9 @@ def draw(path: Path, rows: Sequence[Row], title: str) -> None:
                 plain_log(axes.yaxis)
             else:
                 axes.set_ylim(-0.03, 1.03)
-        for axes in grid[1]:
+        for axes in (*grid[1][:3], grid[0][3]):
             axes.set_xlabel("budget, % of the tokens")
-        grid[0][0].legend(loc="lower right")
+        last.legend(*grid[0][0].get_legend_handles_labels(), loc="center left", fontsize=11)
         figure.suptitle(title, fontsize=9, color=MUTED)
         figure.savefig(path, dpi=130)
 

@@ -5,6 +5,8 @@ given token is the one that it would have decoded.
 
 - needle: one fact in running text, asked for at the prompt's end.
 - needles: the same with 96 facts.
+- again: the same, but the prompt ends where the answer begins, so that its last row looks at the
+  fact, and the same question comes again in the answer.
 - hops: 20 chains of facts; the answer follows one of them over 4 hops, and all must be right.
 - examples: a mapping of 32 classes by 4 examples each; a new item is asked for.
 - later: 96 facts in the prompt, and 8 questions that come only after it.
@@ -27,7 +29,7 @@ NUM_EXAMPLES = 4  # of each class
 NUM_LATER = 8
 TEXT_TOKENS = 256  # of the text that goes on
 MAX_FOLLOWING = max(TEXT_TOKENS, 4 * NUM_LATER, 2 * HOPS)
-ACCURACIES = ("needle", "needles", "hops", "examples", "later")
+ACCURACIES = ("needle", "needles", "again", "hops", "examples", "later")
 TEXT = "text"
 
 
@@ -48,6 +50,7 @@ def make_exercises(length: int, count: int, seed: int) -> list[Exercise]:
     makers: dict[str, Callable[[Random, int], Exercise]] = {
         "needle": _needle,
         "needles": _needles,
+        "again": _again,
         "hops": _hops,
         "examples": _examples,
         "later": _later,
@@ -71,6 +74,14 @@ def _needles(random: Random, length: int) -> Exercise:
     statements = [facts.state() for _ in range(NUM_FACTS)]
     chain = facts.chains[int(random.integers(NUM_FACTS))]
     return _asked("needles", random, length, statements, chain, v.ASK)
+
+
+def _again(random: Random, length: int) -> Exercise:
+    asked = _needles(random, length - 1)
+    _, key = asked.prompt[-2:]
+    value = asked.following[-1]
+    following = [value, v.ASK, key, v.COLON, value]
+    return Exercise("again", [*asked.prompt, v.COLON], following, [[len(following) - 1]])
 
 
 def _hops(random: Random, length: int) -> Exercise:
