@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
@@ -16,6 +17,7 @@ from bench.quality.policies import POLICIES
 from bench.quality.reference import Reference
 from bench.quality.tasks import ACCURACIES, MAX_FOLLOWING, TEXT, Exercise
 from bench.quality.vocabulary import text_of
+from serve.config import EngineSettings
 from serve.engine.llm import LLM
 from serve.errors import ConfigError
 from serve.sampling_params import SamplingParams
@@ -101,13 +103,18 @@ def by_reference(
 
 
 def by_engine(
-    model: Path, policies: Sequence[str], exercises: Sequence[Exercise], report: Report
+    model: Path,
+    policies: Sequence[str],
+    exercises: Sequence[Exercise],
+    report: Report,
+    **settings: Unpack[EngineSettings],
 ) -> dict[str, list[Outcome]]:
-    """Runs the exercises on an engine for each policy."""
+    """Runs the exercises on an engine for each policy. settings: others of the engine."""
     found = {}
     for policy in policies:
         report(policy)
-        with LLM(model, kv_policy="off" if policy == FULL else policy) as llm:
+        settings["kv_policy"] = "off" if policy == FULL else policy
+        with LLM(model, **settings) as llm:
             found[policy] = [_decode(llm, exercise) for exercise in exercises]
     return found
 
