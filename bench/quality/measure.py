@@ -17,6 +17,7 @@ from bench.quality.policies import POLICIES
 from bench.quality.reference import Reference
 from bench.quality.tasks import ACCURACIES, MAX_FOLLOWING, TEXT, Exercise
 from bench.quality.vocabulary import text_of
+from memory.policies.setting import parse_kv_policy
 from serve.config import EngineSettings
 from serve.engine.llm import LLM
 from serve.errors import ConfigError
@@ -69,11 +70,19 @@ def all_policies(chosen: Sequence[str]) -> list[str]:
         if text != "all" and name not in names:
             raise ConfigError(f"--kv-policy must be all or one of {', '.join(names)}, not {text!r}")
         if has_budget:
+            _check(text)
             found.append(text)
         else:
             of = names if text == "all" else [name]
             found += [f"{one}:budget={budget}" for one in of for budget in BUDGETS]
     return list(dict.fromkeys(found))
+
+
+def _check(policy: str) -> None:
+    try:
+        parse_kv_policy(policy)
+    except ValueError as error:
+        raise ConfigError(f"--kv-policy {error}") from None
 
 
 def by_reference(

@@ -221,7 +221,7 @@ class Quest(Policy):
         high = high.view(kv_heads, num_pages, PAGE, -1).amax(2)
         of_group = q.view(kv_heads, -1, 1, q.shape[-1])
         bounds = torch.maximum(of_group * low[:, None], of_group * high[:, None]).sum(-1)
-        scores = bounds.amax(1)  # the group reads what matters to one of its heads
+        scores = bounds.sum(1)  # over the group, whose heads read the same pages
         scores[:, -1] = math.inf  # the newest page
         pages = scores.topk(budget, -1).indices
         chosen = torch.zeros(kv_heads, num_pages, dtype=torch.bool).scatter_(1, pages, True)

@@ -26,8 +26,6 @@ from serve.errors import ConfigError
 if TYPE_CHECKING:
     from serve.engine.engine import Engine
 
-KV_POLICIES = "K/V policies"
-
 app = typer.Typer(
     name="serve",
     cls=SuggestingGroup,
@@ -284,38 +282,19 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table to this file.")
     ] = None,
-    kv_policy: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Measure K/V policies on long-range tasks instead: NAME:budget=AMOUNT, NAME for"
-            " budgets from 100% to 6%, or all; repeatable.",
-            rich_help_panel=KV_POLICIES,
-        ),
-    ] = None,
-    context: Annotated[
-        int, typer.Option(help="Tokens of a prompt.", rich_help_panel=KV_POLICIES)
-    ] = 4096,
-    exercises: Annotated[
-        int, typer.Option(help="Exercises of each task.", rich_help_panel=KV_POLICIES)
-    ] = 16,
-    seed: Annotated[int, typer.Option(help="Of the tasks.", rich_help_panel=KV_POLICIES)] = 0,
-    reference: Annotated[
-        bool,
-        typer.Option(
-            "--reference",
-            help="Run the policies' reference in torch, not the engine.",
-            rich_help_panel=KV_POLICIES,
-        ),
-    ] = False,
-    png_file: Annotated[
-        Path | None,
-        typer.Option("--png", help="Draw quality against the budget.", rich_help_panel=KV_POLICIES),
-    ] = None,
+    kv_policy: options.KVPolicies = None,
+    context: options.PolicyContext = 4096,
+    exercises: options.PolicyExercises = 16,
+    seed: options.PolicySeed = 0,
+    reference: options.PolicyReference = False,
+    png_file: options.PolicyPicture = None,
 ) -> None:
     """Compare precisions of a model on a text, or what K/V policies cost on long-range tasks."""
     set_up_logging("warning")
     with reported():
         if kv_policy:
+            if precision or text is not None:
+                raise ConfigError("--kv-policy cannot be used with --precision and --text")
             from bench.cli.kv_policies import run_kv_policies
 
             run_kv_policies(

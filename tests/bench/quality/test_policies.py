@@ -188,7 +188,7 @@ def test_quest_reads_the_pages_with_the_largest_bounds(prompt):
                 sum(max(float(a * b), float(a * c)) for a, b, c in zip(one, low, high, strict=True))
                 for one in q[2 * head : 2 * head + 2]
             ]
-            bounds.append(max(of_heads))
+            bounds.append(sum(of_heads))
         best = sorted(range(pages - 1), key=lambda page: -bounds[page])[:3]
         read = sorted({int(i) // PAGE for i in chosen[head].nonzero().flatten()})
         assert read == sorted([*best, pages - 1])
