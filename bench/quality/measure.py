@@ -26,6 +26,7 @@ from serve.structured_output import StructuredOutput
 
 BUDGETS = ("100%", "50%", "25%", "12%", "6%")
 FULL = "full"
+SEED = 0  # of keyformer's noise
 Report = Callable[[str], None]
 
 
@@ -34,8 +35,9 @@ class Outcome:
     """One exercise under one policy. right, logprobs: of the tokens that follow the prompt.
 
     held, read: K/V tokens of a layer and head, on average, after the last token and by each
-    decoded token, as shares of the sequence. step_s: of a decoded token, NaN if not measured.
-    kv_bytes: of the whole sequence.
+    decoded token, as shares of the sequence (on an engine, of the layer that holds the most; what
+    a policy that drops reads is taken to be what it holds). step_s: of a decoded token, NaN if not
+    measured. kv_bytes: of the whole sequence.
     """
 
     right: list[bool]
@@ -90,7 +92,7 @@ def by_reference(
 ) -> dict[str, list[Outcome]]:
     """Runs the exercises in torch, in float32."""
     has_noise = any(POLICIES[policy.partition(":")[0]].uses_noise for policy in policies)
-    reference = Reference(Network.load(model), most_answer=MAX_FOLLOWING, with_noise=has_noise)
+    reference = Reference(Network.load(model), room=MAX_FOLLOWING, with_noise=has_noise, seed=SEED)
     shape = reference.network.shape
     token_bytes = 2 * 4 * shape.num_hidden_layers * shape.num_key_value_heads * shape.head_dim
     found: dict[str, list[Outcome]] = {policy: [] for policy in policies}
@@ -98,7 +100,7 @@ def by_reference(
         report(f"{exercise.task}, {number} of {len(exercises)}")
         prompt = reference.read(exercise.prompt)
         for policy in policies:
-            going = reference.start(prompt, policy)
+            going = reference.start(prompt, policy, len(exercise.following))
             right, logprobs = [], []
             for token in exercise.following:
                 right.append(int(going.logits.argmax()) == token)
@@ -132,23 +134,37 @@ def _decode(llm: LLM, exercise: Exercise) -> Outcome:
     """Decodes what follows a prompt: the only text that the answer may be."""
     form = StructuredOutput("choice", json.dumps([text_of(exercise.following)]))
     params = SamplingParams(
-        max_tokens=len(exercise.following), temperature=0.0, logprobs=1, structured=form
+        max_tokens=len(exercise.following), temperature=0.0, logprobs=1, structured=form, seed=SEED
     )
+    before = _counts(llm)
     done = llm.generate([exercise.prompt], params, use_tqdm=False)[0]
+    dropped, read, selected = (a - b for a, b in zip(_counts(llm), before, strict=True))
     answer = done.outputs[0]
     assert answer.token_ids == exercise.following and answer.logprobs is not None
     places = list(zip(exercise.following, answer.logprobs, strict=True))
     length = len(exercise.prompt) + len(exercise.following)
     times = done.metrics
     assert times is not None and times.finished_s is not None and times.first_token_s is not None
+    held = 1 - dropped / length
     return Outcome(
         [place[token].rank == 1 for token, place in places],
         [place[token].logprob for token, place in places],
-        math.nan,
-        math.nan,
+        held,
+        read / selected if selected else held,
         length * llm.stats().kv_bytes_per_token,
         (times.finished_s - times.first_token_s) / max(1, len(places) - 1),
     )
+
+
+def _counts(llm: LLM) -> tuple[int, int, int]:
+    """Returns the tokens dropped so far, and the tiles read by selections and those of their
+    sequences."""
+    dropped = getattr(llm.stats(), "dropped_tokens", 0)
+    selection = getattr(llm._loaded, "selection", None)
+    if selection is None:
+        return dropped, 0, 0
+    counts = selection.counts()
+    return dropped, counts["read"], counts["held"]
 
 
 def rows_of(exercises: Sequence[Exercise], found: dict[str, list[Outcome]]) -> Iterator[Row]:

@@ -37,15 +37,15 @@ class Prompt:
 class Reference:
     """Reads prompts and continues them.
 
-    most_answer: the tokens for which a sequence has room, over which keyformer's temperature
-    rises. with_noise: prompts can be continued by keyformer. seed: of its noise.
+    room: the most tokens behind a prompt. with_noise: prompts can be continued by keyformer. seed:
+    of its noise.
     """
 
     def __init__(
-        self, network: Network, *, most_answer: int = 512, with_noise: bool = True, seed: int = 0
+        self, network: Network, *, room: int = 512, with_noise: bool = True, seed: int = 0
     ) -> None:
         self.network = network
-        self.most_answer = most_answer
+        self.room = room
         self._seed = seed if with_noise else None
         self._noise = torch.empty(0)
 
@@ -69,7 +69,7 @@ class Reference:
     def _attend(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[LayerState, Tensor]:
         """Returns a layer's state after a prompt and its output [H, T, D]."""
         kv_heads, length, width = k.shape
-        room = length + self.most_answer
+        room = length + self.room
         room_of = torch.zeros(kv_heads, room)
         held = torch.zeros(kv_heads, room, dtype=torch.bool)
         held[:, :length] = True
@@ -108,14 +108,16 @@ class Reference:
             self._noise = gumbel_noise(self._seed, layers, kv_heads, room)
         return self._noise[state.index, :, :room]
 
-    def start(self, prompt: Prompt, policy: str) -> Continuation:
-        """Returns a continuation of a prompt under "NAME:budget=AMOUNT" or "full"."""
+    def start(self, prompt: Prompt, policy: str, num_answer: int = 0) -> Continuation:
+        """Returns a continuation of a prompt under "NAME:budget=AMOUNT" or "full". num_answer: the
+        tokens over which keyformer's temperature rises; 0: those for which there is room."""
         made = make_policy(policy, len(prompt.layers))
-        return Continuation(self, [layer.copy() for layer in prompt.layers], made, prompt.logits)
+        layers = [layer.copy() for layer in prompt.layers]
+        return Continuation(self, layers, made, prompt.logits, num_answer or self.room)
 
     def generate(self, prompt: Prompt, policy: str, count: int) -> list[int]:
         """Returns the most likely tokens after a prompt."""
-        going = self.start(prompt, policy)
+        going = self.start(prompt, policy, count)
         tokens: list[int] = []
         while True:
             tokens.append(int(going.logits.argmax()))
@@ -129,13 +131,19 @@ class Continuation:
     heads so far, and all: those of full attention."""
 
     def __init__(
-        self, reference: Reference, layers: list[LayerState], policy: Policy, logits: Tensor
+        self,
+        reference: Reference,
+        layers: list[LayerState],
+        policy: Policy,
+        logits: Tensor,
+        num_answer: int,
     ) -> None:
         self.logits = logits
         self.layers = layers
         self.read = self.all = 0
         self._reference = reference
         self._policy = policy
+        self._num_answer = num_answer
         self._prompt_length = layers[0].length
         for layer in layers:
             policy.end_prompt(layer)
@@ -180,7 +188,7 @@ class Continuation:
         if self._policy.uses_noise:
             first, last = TEMPERATURES
             decoded = at - self._prompt_length + 1
-            heat = first + (last - first) * min(1.0, decoded / self._reference.most_answer)
+            heat = first + (last - first) * min(1.0, decoded / self._num_answer)
             noise = self._reference.noise_of(state)[:, None, :length]
             state.noisy_rows[:, :length] += ((logits + noise) / heat).softmax(-1).sum(1)
         y: Tensor = probabilities @ state.v[:, :length]

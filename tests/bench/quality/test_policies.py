@@ -42,7 +42,7 @@ def tokens() -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(network: Network) -> Reference:
-    return Reference(network, most_answer=MORE)
+    return Reference(network, room=MORE)
 
 
 @pytest.fixture(scope="module")
