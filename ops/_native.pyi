@@ -359,6 +359,7 @@ class StepPlan:
         kv_lens: Sequence[int],
         past_only: bool,
     ) -> None: ...
+    def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None: ...
 
 class QuantizedAttention:
     def __init__(
@@ -374,12 +375,23 @@ class QuantizedAttention:
         soft_cap: float,
         slopes: Sequence[float],
         sinks: Sequence[float],
+        recent_offset: int = 0,
+        recent_group: int = 0,
+        bounds_offset: int = 0,
     ) -> None: ...
     def append(
         self, step: StepPlan, k: int, v: int, stride: int, cos: int, sin: int, half: int
     ) -> None: ...
     def attend(
-        self, step: StepPlan, q: int, q_stride: int, out: int, out_stride: int, lse: int
+        self,
+        step: StepPlan,
+        q: int,
+        q_stride: int,
+        out: int,
+        out_stride: int,
+        lse: int,
+        phase: int = 0,
+        sums: int = 0,
     ) -> None: ...
 
 class LatentAttention:

@@ -16,6 +16,7 @@ MIN_INT4_GROUP, MAX_INT4_GROUP = 16, 32
 MAX_HEAD_DIM = 512
 MAX_LATENT_DIM = 1024
 _SCALE_BYTES = 2
+_LINE_BYTES = 64
 RECENT_BLOCK = 128
 """The positions of a block. Where int4 K/V keeps recent tokens in int8, too, a row reads the keys
 of its own block there, from the last multiple of so many positions on. Positions alone decide, so a
@@ -75,6 +76,14 @@ class LatentKVFormat:
         scales = self.value_dim // self.group + self.rope_dim // self.rope_group
         size = (self.value_dim + self.rope_dim + scales * _SCALE_BYTES) * TILE_TOKENS
         return -(-size // 64) * 64
+
+
+def bounds_bytes(num_kv_heads: int, head_dim: int) -> int:
+    """Returns the bytes of the bounds of a layer's keys in a tile: two for each dimension of a
+    head, and a scale for each head, both padded (ops/csrc/kv_bounds.inl)."""
+    sizes = (2 * head_dim, _SCALE_BYTES * num_kv_heads)
+    head, scales = (-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes)
+    return num_kv_heads * head + scales
 
 
 def latent_format(value_dim: int, head_dim: int, wanted: int) -> LatentKVFormat | None:

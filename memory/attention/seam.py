@@ -79,13 +79,15 @@ class AttentionStep:
     num_decodes: the number of leading sequences whose rows are decoded: the result of each is to
     the last bit that of a step with this row alone. Most have one row. starts: where each
     sequence's range begins, in tokens. num_rows: each sequence's rows. kv_lens: its keys after this
-    step.
+    step. prompt_lens: the tokens of its prompt: where decoded tokens select what they read, rows
+    after these do, however they are computed. None: all rows read everything.
     """
 
     num_decodes: int
     starts: Sequence[int]
     num_rows: Sequence[int]
     kv_lens: Sequence[int]
+    prompt_lens: Sequence[int] | None = None
 
 
 def single_rows(step: AttentionStep) -> AttentionStep:

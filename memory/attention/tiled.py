@@ -20,6 +20,7 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
+from memory.policies.selection import Selection
 from ops.cpu.native_latent_attention import LatentAttention
 from ops.cpu.native_tiled_attention import (
     Int4Attention,
@@ -33,6 +34,7 @@ from quant.kv import (
     Int4KVFormat,
     Int8KVFormat,
     LatentKVFormat,
+    bounds_bytes,
     kv_format,
     latent_format,
 )
@@ -45,15 +47,24 @@ class TiledKVLayout:
     """The layout of all layers' K and V in one tile's bytes.
 
     A layer that shares the K/V of another has its offset. A late layer's int4 K/V is int8, because
-    recent tokens are no more precise there.
+    recent tokens are no more precise there. Where K/V is selected, the bounds of a tile's keys
+    (ops/csrc/kv_bounds.inl) follow the K/V of each layer whose rows see all keys.
     """
 
     tile_tokens = TILE_TOKENS
 
-    def __init__(self, layers: Sequence[AttentionLayer], kv_dtype: str, group: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        kv_dtype: str,
+        group: int,
+        *,
+        has_bounds: bool = False,
+    ) -> None:
         """kv_dtype: one of TILED_TYPES. group: the scale group along head_dim; a smaller one is
-        used if it does not divide it."""
+        used if it does not divide it. has_bounds: whether K/V is selected."""
         self.layers = list(layers)
+        self.bounds: list[int] = []  # in bytes, per layer, from the start of a tile; 0: none
         self.formats: list[Format] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
@@ -63,8 +74,13 @@ class TiledKVLayout:
             self.formats.append(form)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
+            bounds = self.offsets[-1] + form.tile_bytes
+            is_selected = has_bounds and is_selectable(layer) and is_selectable(self.layers[owner])
+            self.bounds.append(bounds if is_selected else 0)
             if owner == number:
-                offset += form.tile_bytes
+                offset = bounds
+                if is_selected:
+                    offset += bounds_bytes(layer.num_kv_heads, layer.head_dim)
         self.tile_bytes = offset
 
     def pad(self, tile_bytes: int) -> None:
@@ -79,6 +95,13 @@ class TiledKVLayout:
     @staticmethod
     def supports(layers: Sequence[AttentionLayer], kv_dtype: str) -> bool:
         return all(_format(layer, kv_dtype, GROUPS[0]) is not None for layer in layers)
+
+
+def is_selectable(layer: AttentionLayer) -> bool:
+    """Returns whether decoded rows of a layer may read a part of its K/V: those of latents, and of
+    layers that see the newest keys alone, read everything."""
+    is_whole = layer.window is None and layer.chunk is None
+    return is_whole and layer.value_dim is None and not layer.is_late
 
 
 def _format(layer: AttentionLayer, kv_dtype: str, group: int) -> Format | None:
@@ -135,12 +158,16 @@ def tiled_ops(layout: TiledKVLayout, recent: RecentLayers | None = None) -> list
     """Returns the kernels' parameters of each layer of a layout. recent: the layers' store of
     recent tokens."""
     places = [None] * len(layout.layers) if recent is None else recent.places
-    parts = zip(layout.layers, layout.formats, layout.offsets, places, strict=True)
-    return [_op(layer, form, offset, place) for layer, form, offset, place in parts]
+    parts = zip(layout.layers, layout.formats, layout.offsets, places, layout.bounds, strict=True)
+    return [_op(*part) for part in parts]
 
 
 def _op(
-    layer: AttentionLayer, form: Format, offset_bytes: int, recent: tuple[int, int] | None
+    layer: AttentionLayer,
+    form: Format,
+    offset_bytes: int,
+    recent: tuple[int, int] | None,
+    bounds_offset: int,
 ) -> TiledOp:
     if isinstance(form, LatentKVFormat):
         return LatentAttention(
@@ -164,6 +191,7 @@ def _op(
         soft_cap=layer.soft_cap,
         sinks=layer.sinks or (),
         recent=recent,
+        bounds_offset=bounds_offset,
     )
 
 
@@ -178,10 +206,14 @@ class TiledLocalAttention:
         address: int,
         is_eager: bool = False,
         recent: RecentLayers | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """is_eager: `begin` attends over earlier keys, because k and v come later. recent: the
-        layers' store of recent tokens, only without is_eager."""
+        layers' store of recent tokens. selection: what decoded rows read in layers with bounds.
+        Both only without is_eager."""
         assert recent is None or not is_eager, "a recent store is read in one call"
+        assert selection is None or not is_eager, "what is selected is read in one call"
+        self._selection = selection if any(layout.bounds) else None
         self._layout = layout
         self._is_eager = is_eager
         self._address = address
@@ -199,6 +231,10 @@ class TiledLocalAttention:
         )
         if self._recent is not None:
             self._recent.add_to(native_step, step)
+        if self._selection is not None and step.prompt_lens is not None:
+            native_step.select(
+                *self._selection.plan(step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS)
+            )
         return TiledLocalPlan(self._ops, native_step, self._is_eager)
 
 
@@ -220,8 +256,12 @@ class TiledLocalPlan:
         layer, q, begun = ticket
         op = self._ops[layer]
         if k is not None:
-            append(op, self._step, k, v, rotation)
+            self.store(layer, k, v, rotation)
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))
+
+    def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
+        """Stores k and v of a layer, without attention."""
+        append(self._ops[layer], self._step, k, v, rotation)
 
 
 def append(

@@ -29,6 +29,11 @@ class KVPolicy:
         """Whether K/V is dropped; otherwise all of it is kept and a part of it is read."""
         return self.name in EVICTIONS
 
+    @property
+    def amount(self) -> str:
+        """The budget in words."""
+        return f"{self.tokens} tokens" if self.share is None else f"{100 * self.share:g} %"
+
     def budget(self, num_tokens: int) -> int:
         """Returns how many tokens of a sequence of num_tokens are read or kept, at least 1."""
         if self.share is None:

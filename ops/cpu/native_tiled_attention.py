@@ -33,6 +33,7 @@ class TiledAttentionStep:
         assert len(starts) == len(num_rows) == len(kv_lens), "one of each for every sequence"
         counts = zip(num_rows, kv_lens, strict=True)
         assert all(n > 0 and length >= (0 if prefix_only else n) for n, length in counts)
+        self._counts = num_rows
         self.num_rows = sum(num_rows)
         self.num_single_rows = sum([n == 1 for n in num_rows])
         self.plan: Any = library().StepPlan(
@@ -46,6 +47,17 @@ class TiledAttentionStep:
         assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
         self.plan.add_recent(address, tile_bytes, starts)
 
+    def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None:
+        """Makes the last num_selecting[i] rows of sequence i read a part of their tiles in layers
+        with bounds. budgets: for each of these rows the number of tiles, its own included, which
+        is read in any case; a row with a recent store also reads its whole block."""
+        assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
+        rows = zip(num_selecting, self._counts, strict=True)
+        assert all(0 <= n <= count for n, count in rows), f"{num_selecting=} of {self._counts}"
+        assert len(budgets) == sum(num_selecting), "a budget for each row that selects"
+        assert all(n > 0 for n in budgets), f"{budgets=}"
+        self.plan.select(list(num_selecting), list(budgets))
+
 
 class TiledAttention:
     """One layer over K/V in tiles. append rotates, quantizes and stores; attend computes attention.
@@ -54,7 +66,8 @@ class TiledAttention:
     per head; sinks: a logit per head that is added to the denominator only. A prefix_only step
     leaves sinks out, because they belong to the part with the row's own key. recent: the offset in
     bytes and the group of the layer in the int8 store of steps that have one (quant/kv.py:
-    RECENT_BLOCK).
+    RECENT_BLOCK). bounds_offset: where the bounds of the layer's keys begin in a tile, which append
+    writes and rows that `select` use; 0: none, as with a window or slopes.
     """
 
     bits: int
@@ -74,12 +87,14 @@ class TiledAttention:
         slopes: Sequence[float] = (),
         sinks: Sequence[float] = (),
         recent: tuple[int, int] | None = None,
+        bounds_offset: int = 0,
     ) -> None:
         assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
         assert group >= self.min_group and (group == 8 or group % 16 == 0), f"{group=}"
         assert head_dim % group == 0, f"{head_dim=} {group=}"
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         assert len(slopes) in (0, num_heads) and len(sinks) in (0, num_heads), "one for each head"
+        assert not bounds_offset or (window is None and not slopes), "rows that see all keys select"
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._op: Any = library().QuantizedAttention(
             offset_bytes,
@@ -93,9 +108,10 @@ class TiledAttention:
             soft_cap,
             list(slopes),
             list(sinks),
-            *(recent or ()),
+            *(recent or (0, 0)),
+            bounds_offset,
         )
-        self._has_recent = recent is not None
+        self._is_one_call = recent is not None or bounds_offset > 0
 
     def append(
         self, step: TiledAttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -114,8 +130,8 @@ class TiledAttention:
     def begin(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
         """Begins `attend`, before the step's k and v are appended: single rows attend over the
         earlier keys, as far as these fill whole runs of the kernel. Returns what attend takes as
-        `begun`. The step is not prefix_only, and the layer has no recent store."""
-        assert not self._has_recent, "a recent store is read in one call"
+        `begun`. The step is not prefix_only, and the layer has no recent store and no bounds."""
+        assert not self._is_one_call, "recent and selected K/V is read in one call"
         heads, _, dim = self._shape
         sums = torch.empty(step.num_single_rows, 2, heads, dim + 2)
         self._attend(step, q, 0, 0, BEGIN, sums.data_ptr())

@@ -100,6 +100,7 @@ struct AttendCall {
   Keys keys = Keys::all;
 
   const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
+    if (seq.tiles) tile = seq.tiles[static_cast<size_t>(kv_head) * seq.tiles_stride + tile];
     return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
   }
   // A row attends to keys [low_of, high_of) of its position, to none if that range is empty.
@@ -113,7 +114,7 @@ struct AttendCall {
   }
   // The sink belongs to the part with the row's own key.
   const float* sinks_of(const SequenceRows& seq, int position) const {
-    return position < seq.kv_len ? layer.sinks : nullptr;
+    return position < seq.kv_len || seq.tiles ? layer.sinks : nullptr;
   }
 };
 

@@ -173,6 +173,15 @@ MS_INLINE void clear(Scratch& s, int rows, int dim) {
   std::memset(s.acc, 0, sizeof(float) * rows * dim);
 }
 
+// Begins to translate the addresses of tiles that a row has chosen, long before they are read: unlike
+// neighbours, each has pages of its own.
+MS_INLINE void touch_chosen(const AttendCall& call, const SequenceRows& seq, int kv_head, int tile, int last_tile) {
+  for (int t = 0; t < STRETCH_TILES && tile + t <= last_tile; t++) {
+    const uint8_t* at = call.head_at(seq, tile + t, kv_head);
+    prefetch(at), prefetch(at + call.shape.bytes - 1);
+  }
+}
+
 // Adds the stretch from position `first` on to all rows of a K/V head, and prefetches the stretch
 // at next_first of next_head.
 void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const SequenceRows& seq, int kv_head, int first,
@@ -185,6 +194,7 @@ void attend_stretch(const AttendCall& call, const Scratch& s, int rows, const Se
     at.tile[t] = call.head_at(seq, tile <= last_tile ? tile : last_tile, kv_head);
     at.next[t] = call.head_at(seq, ahead <= last_tile ? ahead : last_tile, next_head);
   }
+  if (seq.tiles) touch_chosen(call, seq, kv_head, next_first / TILE + STRETCH_TILES, last_tile);
   const int left = last_tile - first / TILE + 1, tiles = left < STRETCH_TILES ? left : STRETCH_TILES;
   const StretchTable& table = call.shape.bits == 4 ? STRETCH_ROWS4 : STRETCH_ROWS8;
   for (int row = 0; row < rows; row += MAX_ROWS) {

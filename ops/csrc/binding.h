@@ -4,6 +4,7 @@
 #include <nanobind/nanobind.h>
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "kernels.h"
@@ -33,7 +34,14 @@ class StepPlan {
     recent_tile_bytes_ = tile_bytes;
     for (size_t i = 0; i < starts.size(); i++) recent_[i].base = pointer<uint8_t>(cache) + starts[i];
   }
+  // Makes the last num_selecting[i] rows of sequence i read so many tiles each, where a layer has bounds.
+  void select(std::vector<int> num_selecting, std::vector<int> budgets) {
+    num_selecting_ = std::move(num_selecting);
+    budgets_ = std::move(budgets);
+  }
   bool has_recent() const { return !recent_.empty(); }
+  bool selects() const { return !budgets_.empty(); }
+  Selection selection(size_t bounds_offset) const { return {bounds_offset, num_selecting_.data(), budgets_.data()}; }
   Step get() const { return step_of(sequences_, tile_bytes_); }
   Step recent() const { return step_of(recent_, recent_tile_bytes_); }
 
@@ -43,6 +51,7 @@ class StepPlan {
   }
   std::vector<SequenceRows> sequences_, recent_;
   size_t tile_bytes_, recent_tile_bytes_ = 0;
+  std::vector<int> num_selecting_, budgets_;
 };
 
 // Binds Int8Linear, Int4Linear and PlainLinear; defined in linear.cpp.
@@ -59,6 +68,9 @@ void bind_heads(nanobind::module_& m);
 
 // Binds the operators of layers with a state; defined in states.cpp.
 void bind_states(nanobind::module_& m);
+
+// Binds KeyScoring; defined in key_scores.cpp.
+void bind_key_scores(nanobind::module_& m);
 
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);

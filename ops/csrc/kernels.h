@@ -217,9 +217,14 @@ struct LatentLayer {
 // One sequence of a step. Its rows begin at row first_row of the step and at position
 // first_position of the sequence. A row attends to the keys up to its own position that are among
 // the first kv_len keys.
+//
+// A single row may read some of its tiles alone: with `tiles`, key i of K/V head h is key i % TILE of tile
+// tiles[h * tiles_stride + i / TILE], and kv_len counts the keys of these tiles.
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len, first_position;
+  const int32_t* tiles = nullptr;
+  int tiles_stride = 0;
 };
 
 // K and V of one sequence in bf16 or fp32; strides in elements.
@@ -281,10 +286,27 @@ struct RecentStore {
   CacheLayer cache;
 };
 
+// Which tiles rows read (see attention_select.inl). num_selecting: for each sequence, how many of its last
+// rows read a part of its tiles. budgets: for each of these rows the number of tiles, its own included.
+struct Selection {
+  size_t bounds_offset;  // of the layer's bounds, from the start of a tile
+  const int* num_selecting;
+  const int* budgets;
+};
+
 struct Rotation {
   const float* cos;  // [rows, half], or null
   const float* sin;
   int half;
+};
+
+// The sums of weights that rows of one sequence give to its keys, [kv_heads][stride], of the query heads of each K/V
+// head together. The stride is a multiple of TILE and at least the sequence's keys.
+struct KeyScores {
+  float* sums;
+  size_t stride;
+  const float* noise;      // is added to each key's scores, as sums; or null
+  const float* sharpness;  // by which a row's scores are multiplied, [rows]; or null
 };
 
 // The sampling parameters of one row, as ops/cpu/sampling.py packs them.
@@ -371,6 +393,17 @@ struct Kernels {
   void (*attend_linear)(const LinearAttention&, const StateRecords&, const StateSegments&);
   void (*convolve)(const CausalConv&, const StateRecords&, const StateSegments&);
   void (*gate_and_norm)(const GatedNorm&);
+  // Adds the weights of the rows of the step's first sequence; bits of the layer's K/V are 8.
+  void (*add_key_scores)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, const KeyScores&);
+  // Copies the tokens `kept`, [kv_heads][count], which rise, to the first places of target, perhaps in place.
+  void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
+                    int count);
+  // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
+  void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
+  // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a
+  // window nor slopes.
+  void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
+                          size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
 };
 
 const Kernels* portable_kernels();

@@ -18,13 +18,14 @@ using namespace ms;
 namespace {
 
 // Attention over K/V with `bits` of 8 or 4. recent_group: the group of a second store with 8 bits, whose
-// part of a tile begins at recent_offset; 0: there is none. It takes part in steps that have it.
+// part of a tile begins at recent_offset; 0: there is none. It takes part in steps that have it. bounds_offset:
+// where the bounds of the layer's keys begin in a tile; 0: it has none, and rows read everything.
 class QuantizedAttention {
  public:
   QuantizedAttention(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, int bits,
                      float scale, int window, float soft_cap, std::vector<float> slopes, std::vector<float> sinks,
-                     size_t recent_offset, int recent_group)
-      : recent_{recent_offset, num_kv_heads, head_dim, recent_group, 8}, slopes_(std::move(slopes)), sinks_(std::move(sinks)) {
+                     size_t recent_offset, int recent_group, size_t bounds_offset)
+      : bounds_offset_(bounds_offset), recent_{recent_offset, num_kv_heads, head_dim, recent_group, 8}, slopes_(std::move(slopes)), sinks_(std::move(sinks)) {
     layer_ = {{offset_bytes, num_kv_heads, head_dim, group, bits}, num_heads, scale, window, soft_cap,
               slopes_.empty() ? nullptr : slopes_.data(), sinks_.empty() ? nullptr : sinks_.data()};
   }
@@ -35,11 +36,16 @@ class QuantizedAttention {
     kernels().append_kv(step.get(), layer_.cache, pointer<float>(k), pointer<float>(v), stride, rotation);
     if (has_recent(step))
       kernels().append_kv(step.recent(), recent_, pointer<float>(k), pointer<float>(v), stride, rotation);
+    if (bounds_offset_) kernels().bound_keys(step.get(), layer_.cache, bounds_offset_);
   }
   void attend(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t out, size_t out_stride,
               uintptr_t lse, int phase, uintptr_t sums) const {
     nb::gil_scoped_release release;
     const RecentStore recent{step.recent(), recent_};
+    if (bounds_offset_ && step.selects())
+      return kernels().attend_selected(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
+                                       pointer<float>(lse), has_recent(step) ? &recent : nullptr,
+                                       step.selection(bounds_offset_));
     kernels().attend(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
                      pointer<float>(lse), {static_cast<Phase>(phase), pointer<float>(sums)},
                      has_recent(step) ? &recent : nullptr);
@@ -48,6 +54,7 @@ class QuantizedAttention {
  private:
   bool has_recent(const StepPlan& step) const { return recent_.group > 0 && step.has_recent(); }
 
+  size_t bounds_offset_;  // 0: the layer has none
   CacheLayer recent_;
   std::vector<float> slopes_, sinks_;
   AttentionLayer layer_;
@@ -183,16 +190,19 @@ NB_MODULE(_native, m) {
   bind_states(m);
   bind_storage(m);
   bind_latent(m);
+  bind_key_scores(m);
   bind_suffix_index(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<int>&, bool>())
-      .def("add_recent", &StepPlan::add_recent);
+      .def("add_recent", &StepPlan::add_recent)
+      .def("select", &StepPlan::select);
   nb::class_<QuantizedAttention>(m, "QuantizedAttention")
       .def(nb::init<size_t, int, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>, size_t,
-                    int>(),
+                    int, size_t>(),
            "offset"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "group"_a, "bits"_a, "scale"_a, "window"_a,
-           "soft_cap"_a, "slopes"_a, "sinks"_a, "recent_offset"_a = 0, "recent_group"_a = 0)
+           "soft_cap"_a, "slopes"_a, "sinks"_a, "recent_offset"_a = 0, "recent_group"_a = 0,
+           "bounds_offset"_a = 0)
       .def("append", &QuantizedAttention::append)
       .def("attend", &QuantizedAttention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
            "phase"_a = 0, "sums"_a = 0);

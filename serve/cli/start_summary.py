@@ -44,6 +44,7 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
         *chat,
         ("weights", f"{precision.weights_name} ({precision.reason})"),
         ("K/V", f"{precision.kv} ({precision.kv_reason})"),
+        *_policy(engine),
         ("computes", _device(precision, config.num_ranks)),
         ("memory", _memory(engine, kv)),
         *_rows(engine.stats().memory_node_rows),
@@ -109,6 +110,13 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
         f"K/V {format_memory(total)}{where}: {of_a_rank // stats.kv_bytes_per_token:,} tokens,"
         f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"
     )
+
+
+def _policy(engine: Engine) -> list[tuple[str, str]]:
+    selection = engine.loaded.selection
+    if selection is None:
+        return []
+    return [("", f"decoded tokens read {selection.policy.amount} of it ({selection.policy.name})")]
 
 
 def _rows(by_node: dict[str, str]) -> list[tuple[str, str]]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memory.attention.evicting import EvictingAttention
 from memory.kv_memory import KVMemory
 from memory.prefix.block_recorder import BlockRecorder
 from memory.prefix.cache import PrefixCache
@@ -30,15 +31,17 @@ from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
 from serve.engine.text_loader import LoadedText, TextLoading, check_same_ids
 from serve.errors import EngineStoppedError, ModelLoadError, RequestError
+from serve.eviction.scheduler import EvictingScheduler
 from serve.loading.draft_model import DraftWeights, draft_path, load_draft_weights
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
 from serve.models import ModelSpec, read_generation_defaults, read_spec
 from serve.models.progress import LoadProgress
+from serve.prediction.hidden_reader import HiddenReader
 from serve.prediction.saved import PredictorFile
 from serve.prediction.start import start_prediction
 from serve.read_ahead import records_folder
-from serve.runner.runner import Closable, ModelRunner
+from serve.runner.runner import Closable, Follower, ModelRunner
 from serve.sampling_params import SamplingParams
 from serve.scheduler.admission import make_policy
 from serve.scheduler.scheduler import Scheduler
@@ -50,6 +53,7 @@ from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
     from serve.weight_peers.peers import WeightPeers
 
@@ -79,6 +83,7 @@ class LoadedEngine:
     use_peer: Callable[[str], None] | None = None
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
+    selection: Selection | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -155,12 +160,9 @@ def _load(
     draft = None if weights is None else weights.with_kv(config, kv)
     runner, head = runtime.runner, make_head_drafts(config, runtime)
     if runner is None:
-        model, memory, states = runtime.model, runtime.memory, prediction.reader
-        runner = ModelRunner(
-            model, kv, runtime.attention, memory=memory, states=states, follower=head
-        )
+        runner = _local_runner(runtime, prediction.reader, head)
     limits = _limits_of(config, runtime, tokenizer)
-    scheduler = parts.scheduler(
+    scheduler = _scheduler_of(parts, runtime)(
         SchedulerLimits.of(config),
         kv,
         make_policy(config.memory_policy, kv, batched, prediction.predictor),
@@ -195,9 +197,17 @@ def _load(
         use_peer=runtime.use_peer,
         peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
+        selection=runtime.selection,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )
+
+
+def _scheduler_of(parts: Parts, runtime: Runtime) -> Callable[..., Scheduler]:
+    """Returns what makes the scheduler."""
+    if isinstance(runtime.attention, EvictingAttention):
+        return functools.partial(EvictingScheduler, eviction=runtime.attention)
+    return parts.scheduler
 
 
 def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> RequestLimits:
@@ -210,6 +220,20 @@ def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> 
         runtime.spec.embed_size,
         bounded_json=config.bounded_json,
         reasoning=reasoning_end(tokenizer, config),
+    )
+
+
+def _local_runner(
+    runtime: Runtime, states: HiddenReader | None, follower: Follower | None
+) -> ModelRunner:
+    return ModelRunner(
+        runtime.model,
+        runtime.kv,
+        runtime.attention,
+        memory=runtime.memory,
+        states=states,
+        follower=follower,
+        selects=runtime.selection is not None,
     )
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from memory.pages.layer_groups import LayerGroup
+from memory.policies.setting import OFF
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent, is_private
 from memory.tiers.disk_index import page_bytes_of
 from memory.tiers.disk_tier import DiskTier
@@ -98,7 +99,7 @@ def kv_identity(
 ) -> dict[str, str]:
     """Returns by name what the bytes of a page depend on, besides the checkpoint."""
     isa = native_library.instruction_set() if native_library.is_available() else "torch"
-    return {
+    found = {
         "format": _FORMAT,
         "precision": str(precision),
         "backend": backend,
@@ -108,6 +109,9 @@ def kv_identity(
         "token_bytes": " ".join(map(str, groups)),
         "page_bytes": str(page_bytes),
     }
+    if config.kv_policy != OFF:  # what a token's layers compute depends on what they read
+        found["kv_policy"] = config.kv_policy
+    return found
 
 
 def _log_what_is_there(store: DiskTier, folder: Path) -> None:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from memory.kv_memory import KVMemory
 from memory.pages.layer_groups import kept_bytes
+from memory.policies.setting import OFF
 from serve.config import DEFAULT_MODEL, EngineConfig, default_model_path
 from serve.errors import ConfigError
 from serve.loading.footprint import check_weights_fit
@@ -148,6 +149,7 @@ def _own_config(config: EngineConfig, target: ModelSpec) -> EngineConfig:
         kv_listen=None,
         kv_peer_key_file=None,
         kv_replica_bytes=None,
+        kv_policy=OFF,
         weights_from=(),
         weights_listen=None,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,10 @@ import torch
 from memory.attention.grouped import group_layers
 from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, layers_in
-from memory.attention.tiled import TiledKVLayout
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout, is_selectable
 from memory.pages.layer_groups import LayerGroup, kept_bytes
+from memory.policies.selection import Selection, selection_of
+from memory.policies.setting import parse_kv_policy
 from quant.kv import RECENT_BLOCK
 from serve.config import EngineConfig
 from serve.errors import ConfigError
@@ -22,11 +25,52 @@ if TYPE_CHECKING:
     from memory.attention.cuda import CudaKVLayout
     from memory.states.layout import StateLayout
 
+logger = logging.getLogger(__name__)
+
 
 def kv_layout(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> Layout:
-    return make_layout(layers, precision.kv, config.kv_group)
+    return make_layout(layers, precision.kv, config.kv_group, has_bounds=selects(config))
+
+
+def selects(config: EngineConfig) -> bool:
+    """Returns whether decoded rows read a part of the K/V."""
+    return selection_of(parse_kv_policy(config.kv_policy)) is not None
+
+
+def open_selection(
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    *,
+    is_trial: bool = False,
+) -> Selection | None:
+    """Returns what decoded rows read, as configured; None if it is everything. ConfigError names
+    what cannot select. is_trial: nothing is loaded with it, and nothing is logged."""
+    selection = selection_of(parse_kv_policy(config.kv_policy))
+    if selection is None:
+        return None
+    name = f"kv_policy {selection.policy.name}"
+    if precision.backend != "cpu":
+        raise ConfigError(f"{name} needs the cpu back end, not {precision.backend}")
+    if precision.kv not in TILED_TYPES:
+        raise ConfigError(f"{name} needs kv_dtype int8 or int4, not {precision.kv}")
+    count = sum(map(is_selectable, layers))
+    if not count:
+        raise ConfigError(
+            f"{name} has nothing to select: all layers of this model have latents, a window, chunks"
+            " or a state"
+        )
+    logger.log(
+        logging.DEBUG if is_trial else logging.INFO,
+        "%s: decoded tokens read %s of the K/V of %d of %d layers",
+        name,
+        selection.policy.amount,
+        count,
+        len(layers),
+    )
+    return selection
 
 
 def keeps_recent(

@@ -16,21 +16,26 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
+from memory.evicting_kv import EvictingKV
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
+from memory.policies.selection import Selection
 from memory.prefix.page_store import PageStore
 from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.eviction.start import check_eviction, with_eviction
 from serve.loading.disk_store import kv_identity, open_kv_store
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import (
     kv_layout,
     layer_groups,
+    open_selection,
     recent_group,
     recent_layout,
+    selects,
     state_layout,
 )
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
@@ -71,6 +76,7 @@ class Runtime:
     names: SequenceNames | None = None  # those of pages of its sequences, for peers
     peer_ids: Mapping[str, str] = field(default_factory=dict)  # ids of engines in kv_peers
     weight_peers: WeightPeers | None = None
+    selection: Selection | None = None  # which tiles decoded rows read; None: all
 
 
 class _Stores(TypedDict, total=False):
@@ -123,7 +129,9 @@ def _load(
     check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
+    check_eviction(config, spec, precision.backend, precision.kv)
     check_weights_fit(config, spec, precision)
+    open_selection(config, precision, spec.attention_layers, is_trial=True)  # may refuse
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
     model = load_weights(source, progress)
@@ -213,6 +221,7 @@ def load_local(
 ) -> Runtime:
     """Makes K/V and attention in this machine's memory. free_bytes: see size_kv."""
     layers = model.attention_layers()
+    selection = open_selection(config, precision, layers)
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     windows = [window for window, _ in groups]
@@ -234,7 +243,8 @@ def load_local(
     segments = None
     try:
         segments = _segments(config, precision, layouts, groups, sizes)
-        kv = KVManager(
+        make_kv = EvictingKV if config.policy is not None and config.policy.evicts else KVManager
+        kv = make_kv(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
@@ -246,7 +256,8 @@ def load_local(
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
-        attention = _attention(kv, layouts, groups, address, backend, segments, recent)
+        attention = _attention(kv, layouts, groups, address, backend, segments, recent, selection)
+        attention = with_eviction(config, spec, attention, layouts[0], address)
         if states is not None:
             attention = _with_states(attention, kv, states, address)
         stores = _use_stores(config, precision, kv, memory, backend)
@@ -257,7 +268,9 @@ def load_local(
         raise
     log_sizes(config, precision, all_kv)
     if segments is None:
-        return Runtime(spec, precision, model, attention, all_kv, memory, **stores)
+        return Runtime(
+            spec, precision, model, attention, all_kv, memory, selection=selection, **stores
+        )
     closable = segments.closing(memory)
     return Runtime(
         spec, precision, model, attention, all_kv, closable, nodes=segments.nodes, **stores
@@ -314,6 +327,8 @@ def _segments(
         return None
     from serve.loading import kvp
 
+    if selects(config):
+        raise ConfigError("kv_policy needs a kvp_segment_tokens of at least max_model_len")
     windows = [window for window, _ in groups]
     own_bytes = sizes.num_pages * sizes.page_bytes
     return kvp.open_segments(
@@ -344,10 +359,11 @@ def _attention(
     backend: Backend,
     segments: Segments | None,
     recent: TiledKVLayout | None,
+    selection: Selection | None,
 ) -> PlannedAttention:
     """Makes attention over the reservation at `address`; groups: window and layer numbers of each
     layout. segments: those of the first group. recent: the layout of all layers' recent tokens,
-    whose ranges are the last ones."""
+    whose ranges are the last ones. selection: see local_attention."""
     store = None
     if recent is not None:
         store = RecentStore(recent, address + kv.group_offset(len(groups)))
@@ -355,7 +371,8 @@ def _attention(
     for number, (window, ids) in enumerate(groups):
         layout, own = layouts[number], None if store is None else store.of(ids)
         start, end = (address + kv.group_offset(i) for i in (number, number + 1))
-        parts.append(group_attention(layout, start, end - start, window, backend, own))
+        size = end - start
+        parts.append(group_attention(layout, start, size, window, backend, own, selection))
         if number == 0 and segments is not None:
             parts[-1] = segments.over(parts[-1], layout, (start, end), backend, own)
     return parts[0] if len(parts) == 1 else GroupedAttention(parts, [ids for _, ids in groups])
@@ -368,10 +385,11 @@ def group_attention(
     window: int | None,
     backend: Backend,
     recent: RecentLayers | None = None,
+    selection: Selection | None = None,
 ) -> PlannedAttention:
     """Makes the attention of a layer group whose ranges take num_bytes from `address` on. recent:
-    the store of its recent tokens."""
-    part = local_attention(layout, address, num_bytes, backend, recent=recent)
+    the store of its recent tokens. selection: see local_attention."""
+    part = local_attention(layout, address, num_bytes, backend, recent=recent, selection=selection)
     chunk = layout.layers[0].chunk
     if chunk is None or window is None:
         return part

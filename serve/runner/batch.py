@@ -28,8 +28,10 @@ class Batch:
     attention: AttentionStep
 
 
-def make_batch(plan: StepPlan) -> Batch:
-    """Flattens a plan, all of whose sequences are running and have committed pages."""
+def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
+    """Flattens a plan, all of whose sequences are running and have committed pages. selects:
+    whether decoded tokens select what they read."""
+    prompts = [s.num_prompt_tokens for s in plan.sequences] if selects else None
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []
@@ -53,8 +55,10 @@ def make_batch(plan: StepPlan) -> Batch:
         else:
             input_ids.extend(sequence.token_ids[first:end])
             positions.extend(range(first, end))
-        starts.append(sequence.kv_range.start)  # type: ignore[union-attr]
-        kv_lens.append(end)
+        target = sequence.kv_range
+        assert target is not None
+        starts.append(target.start)
+        kv_lens.append(end - target.dropped)
         if samples:
             sampled.append(sequence)
             sample_rows.append(len(input_ids) - 1)
@@ -63,5 +67,5 @@ def make_batch(plan: StepPlan) -> Batch:
         positions=torch.tensor(positions, dtype=torch.int64),
         sampled=sampled,
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens),
+        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memory.attention.seam import PlannedAttention
+from memory.evicting_kv import changes_with_rows
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
 from serve.models import StepModel, run_interleaved
@@ -128,9 +129,9 @@ def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
         target = sequence.kv_range
         assert target is not None
         end = sequence.num_computed_tokens + rows
-        need = max(end + _STEPS_AHEAD, min(len(sequence.token_ids), end + rows))
+        need = max(end + _STEPS_AHEAD, min(len(sequence.token_ids), end + rows)) - target.dropped
         if need > target.capacity:
-            needs.append((target, min(need, sequence.max_tokens_total)))
+            needs.append((target, min(need, sequence.max_tokens_total - target.dropped)))
     return needs
 
 
@@ -246,13 +247,15 @@ class ModelRunner:
         microbatches: MicrobatchPolicy | None = None,
         states: HiddenReader | None = None,
         follower: Follower | None = None,
+        selects: bool = False,
         clock: abc.Callable[[], float] = time.perf_counter,
     ) -> None:
         """microbatches: decides when a step is computed as two micro-batches that alternate. By
         default this is learned when attention is remote, and never done when it is local. states:
         reads the hidden states that lengths are predicted from. follower: reads those of all rows,
-        where attention is local."""
+        where attention is local. selects: whether decoded tokens select what they read."""
         self._model = model
+        self._selects = selects
         self._kv = kv
         self._attention = attention
         self._memory = memory
@@ -263,7 +266,7 @@ class ModelRunner:
         self._states = states
         self._follower = follower
         self._num_steps = 0
-        self._masks = MaskFiller(has_states=kv.state_interval is not None)
+        self._masks = MaskFiller(has_states=changes_with_rows(kv))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:
@@ -317,7 +320,7 @@ class ModelRunner:
         return result
 
     def _whole(self, plan: StepPlan, launched: abc.Callable[[], None]) -> ForwardResult:
-        batch = make_batch(plan)
+        batch = make_batch(plan, selects=self._selects)
         attention = self._attention.plan(batch.attention)
         launched()
         hidden = self._model.forward(batch.input_ids, batch.positions, attention)
@@ -330,7 +333,7 @@ class ModelRunner:
         """Computes the same rows, with the same bits, as two micro-batches that alternate."""
         halves = split_in_two(plan)
         assert halves is not None
-        batches = [make_batch(plan.subset(half)) for half in halves]
+        batches = [make_batch(plan.subset(half), selects=self._selects) for half in halves]
         passes = [
             self._model.slices(
                 batch.input_ids, batch.positions, self._attention.plan(batch.attention)

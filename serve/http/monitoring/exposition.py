@@ -85,9 +85,11 @@ class Exposition:
         kept = engine.kept() | {name: size() for name, size in self._context.kept.items()}
         view, counters = engine.loaded.core.view, self._context.counters
         charged = self._context.budget.num_bytes
-        weights = engine.weight_stats()
+        weights, selection = engine.weight_stats(), engine.loaded.selection
         workers = engine.worker_bytes()
-        return MetricSources(stats, view, counters, cache, kept, workers, charged, weights)
+        return MetricSources(
+            stats, view, counters, cache, kept, workers, charged, weights, selection
+        )
 
 
 def _family(spec: MetricSpec, name: str, labels: dict[str, str], sources: MetricSources) -> Metric:

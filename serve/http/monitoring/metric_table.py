@@ -14,6 +14,7 @@ from serve.kept import Kept
 from serve.machine import heap_usage, memory_parts
 
 if TYPE_CHECKING:
+    from memory.policies.selection import Selection
     from memory.prefix.peer_stats import CopyStats
     from serve.engine.core_view import CoreView
 
@@ -25,7 +26,7 @@ Value = float | None | Histogram | Sampled
 class MetricSources:
     """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
     what is kept between requests, by name. workers: resident bytes of the child processes.
-    charged_bytes: see memory_budget.py."""
+    charged_bytes: see memory_budget.py. selection: what is read; None: everything."""
 
     stats: EngineStats
     view: CoreView
@@ -35,6 +36,7 @@ class MetricSources:
     workers: dict[str, int]
     charged_bytes: int
     weights: WeightStats | None = None
+    selection: Selection | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,10 @@ MEMORY = (
     MetricSpec("gauge", "kv_page_bytes", "Bytes of a page.", lambda r: r.stats.kv_page_bytes),
     MetricSpec("gauge", "kv_bytes_per_token", "Bytes of one token's K/V.",
                lambda r: r.stats.kv_bytes_per_token),
+    MetricSpec("counter", "kv_dropped_tokens", "Tokens whose K/V was dropped by a kv_policy.",
+               lambda r: r.stats.dropped_tokens),
+    MetricSpec("gauge", "kv_held_tokens", "Tokens of running sequences whose K/V is held then.",
+               lambda r: r.stats.held_tokens),
     _shared("counter", "num_preemptions", "Preempted sequences.",
             lambda r: r.stats.num_preemptions),
     MetricSpec("counter", "sequences_given_way", "Sequences preempted for one of higher priority.",
@@ -204,6 +210,8 @@ MEMORY = (
             lambda r: r.stats.prefix_hit_tokens),
     MetricSpec("counter", "prefix_evicted_pages", "Cached pages evicted to free memory.",
                lambda r: r.stats.prefix_evicted_pages),
+    MetricSpec("counter", "kv_tiles", "Tiles of K/V that decoded rows read, and all of them.",
+               lambda r: _by(r.selection.counts() if r.selection else {}), ("kind",)),
     MetricSpec("gauge", "predicted_peak_pages",
                "Predicted peak of the running sequences and the last candidate.",
                lambda r: r.stats.predicted_peak_pages),

@@ -13,22 +13,40 @@ from quant.kv import (
     TILE_TOKENS,
     Int4KVFormat,
     Int8KVFormat,
+    bounds_bytes,
     fitting_group,
     fitting_int4_group,
 )
 
 
 class Cache:
-    """K/V of one or more sequences in two layers; only the second is used."""
+    """K/V of one or more sequences in two layers; only the second is used. has_bounds: whether it
+    keeps the bounds of its keys."""
 
-    def __init__(self, *, heads, kv_heads, dim, group=64, tokens, sequences=1, bits=8, **switches):
+    def __init__(
+        self,
+        *,
+        heads,
+        kv_heads,
+        dim,
+        group=64,
+        tokens,
+        sequences=1,
+        bits=8,
+        has_bounds=False,
+        **switches,
+    ):
         form: Int4KVFormat | Int8KVFormat
         if bits == 4:
             form = Int4KVFormat(kv_heads, dim, fitting_int4_group(dim, group))
         else:
             form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
         self.group, self.heads, self.dim = form.group, heads, dim
+        self.kv_heads = kv_heads
+        self.bounds_offset = 2 * form.tile_bytes if has_bounds else 0
         self.tile_bytes = 2 * form.tile_bytes
+        if has_bounds:
+            self.tile_bytes += bounds_bytes(kv_heads, dim)
         self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
         # 0x7f7f is NaN in fp16, so that reading unwritten memory shows
         self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
@@ -40,6 +58,7 @@ class Cache:
             head_dim=dim,
             group=form.group,
             scale=dim**-0.5,
+            bounds_offset=self.bounds_offset,
             **switches,
         )
 
