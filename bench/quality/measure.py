@@ -159,12 +159,10 @@ def _decode(llm: LLM, exercise: Exercise) -> Outcome:
 def _counts(llm: LLM) -> tuple[int, int, int]:
     """Returns the tokens dropped so far, and the tiles read by selections and those of their
     sequences."""
-    dropped = getattr(llm.stats(), "dropped_tokens", 0)
-    selection = getattr(llm._loaded, "selection", None)
+    dropped, selection = llm.stats().dropped_tokens, llm._loaded.selection
     if selection is None:
         return dropped, 0, 0
-    counts = selection.counts()
-    return dropped, counts["read"], counts["held"]
+    return dropped, selection.num_read, selection.num_held
 
 
 def rows_of(exercises: Sequence[Exercise], found: dict[str, list[Outcome]]) -> Iterator[Row]:

@@ -5,12 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bench.cli.kv_policies import BUILT
 from bench.quality import train
-from bench.quality.measure import by_engine, by_reference
+from bench.quality.measure import by_engine, by_reference, rows_of
 from bench.quality.network import Network, Shape
-from bench.quality.tasks import Exercise
+from bench.quality.tasks import Exercise, make_exercises
+from serve.config import EngineSettings
 
 SHORT = (train.Stage((32, 64), 512, 1.0, 3e-3),)
+
+
+def quiet(line: str) -> None:
+    pass
 
 
 @pytest.fixture
@@ -68,8 +74,47 @@ def test_the_engine_and_the_reference_agree(tmp_path):
     train.write_checkpoint(network, tmp_path)
     prompt = [0, *torch.randint(6, 500, (200,)).tolist()]
     exercise = Exercise("text", prompt, torch.randint(2, 500, (12,)).tolist(), [])
-    quiet = lambda line: None  # noqa: E731
     (ours,) = by_reference(tmp_path, ["full"], [exercise], quiet)["full"]
     (engines,) = by_engine(tmp_path, ["full"], [exercise], quiet, dtype="float32")["full"]
     assert engines.logprobs == pytest.approx(ours.logprobs, abs=2e-3)
     assert engines.right == ours.right
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "window:budget=20%",
+        "h2o:budget=50",
+        "snapkv:budget=20%",
+        "keyformer:budget=20%",
+        "pyramid:budget=20%",
+        "h2o:budget=100%",
+    ],
+)
+def test_the_engine_drops_what_the_reference_drops(policy):
+    """On the model that has learned to look at what matters, so that other K/V gives others."""
+    exercises = [one for one in make_exercises(600, 1, 4) if one.task in ("hops", "later", "text")]
+    (ours,) = by_reference(BUILT, [policy], exercises, quiet).values()
+    settings: EngineSettings = {"dtype": "float32", "kv_dtype": "float32"}
+    (engines,) = by_engine(BUILT, [policy], exercises, quiet, **settings).values()
+    for one, other in zip(ours, engines, strict=True):
+        assert other.logprobs == pytest.approx(one.logprobs, abs=2e-3)
+        assert other.right == one.right
+        if not policy.startswith("pyramid"):  # whose layers differ; the engine counts the longest
+            assert other.held == pytest.approx(one.held, abs=0.01)
+
+
+def test_the_engine_selects_about_what_the_reference_selects():
+    exercises = [one for one in make_exercises(1024, 2, 4) if one.task in ("needles", "hops")]
+    policy = "quest:budget=25%"
+    (ours,) = by_reference(BUILT, [policy], exercises, quiet).values()
+    (engines,) = by_engine(BUILT, [policy], exercises, quiet, kv_dtype="int8").values()
+    for one, other in zip(ours, engines, strict=True):
+        assert other.right == one.right
+        assert other.read == pytest.approx(one.read, abs=0.02) and other.held == 1.0
+
+
+def test_the_committed_model_can_do_the_tasks():
+    exercises = make_exercises(2048, 3, 8)
+    (row,) = rows_of(exercises, by_reference(BUILT, ["full"], exercises, quiet))
+    assert min(row.accuracy.values()) >= 0.9 and row.perplexity < 8
