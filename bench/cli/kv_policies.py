@@ -79,8 +79,11 @@ def _most_context(path: Path) -> int:
 
 def _table(rows: Sequence[measure.Row]) -> Table:
     has_time = any(math.isfinite(row.step_ms) for row in rows)
-    columns = ["policy", *ACCURACIES, "perplexity", "K/V held", "K/V read a token"]
-    table = Table(*columns, *(["ms a token"] if has_time else []))
+    columns = ["policy", *ACCURACIES, "perplexity", "held", "read"]
+    table = Table(*columns, *(["ms"] if has_time else []))
+    table.columns[0].no_wrap = True
+    table.caption = "K/V held after a text's last token, and read by each"
+    table.caption += "; ms of a decoded token" if has_time else ""
     for row in rows:
         cells = [row.policy, *(f"{row.accuracy[task]:.2f}" for task in ACCURACIES)]
         cells.append(f"{row.perplexity:.3f}")
