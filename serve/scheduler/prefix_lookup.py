@@ -233,7 +233,7 @@ class PrefixLookup:
         """Takes note of a new sequence. One that waits for a peer counts when that has ended, so
         that no two engines wait for each other."""
         if self.names is not None and sequence.peer_wait is None:
-            self.names.queued(sequence, sequence.page_keys)
+            self.names.queued(sequence, sequence.page_keys, sequence.request.request_id)
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""

@@ -10,6 +10,7 @@ _STATE = b": state "
 _TOKENS = b": tokens "
 _HANDOVER = b": handover"
 _ERROR = b": error "
+_COPIED = b": copied "
 MAX_PENDING_BYTES = 64 << 20  # the last event of a response has all its log-probabilities
 
 
@@ -22,7 +23,8 @@ class AnswerLog:
     that may go to the client, which are those whose tokens are known.
 
     has_sent: whether the client has got any event. is_handed_over: the server has said that it is
-    shutting down. error_code: that of the error that ends the stream.
+    shutting down. error_code: that of the error that ends the stream. copied: the id of the engine
+    that copies the K/V, "" if none does, and of how many tokens.
     """
 
     def __init__(self) -> None:
@@ -30,6 +32,7 @@ class AnswerLog:
         self.is_handed_over = False
         self.error_code: str | None = None
         self.num_tokens = 0
+        self.copied: tuple[str, int] = ("", 0)
         self._state: dict[str, Any] | None = None
         self._answers: dict[int, tuple[list[int], str | None]] = {}
         self._num_events = 0
@@ -64,6 +67,8 @@ class AnswerLog:
                 self.is_handed_over = True
             elif block.startswith(_ERROR):
                 self.error_code = block[len(_ERROR) :].decode("utf-8", "replace")
+            elif block.startswith(_COPIED):
+                self._note_copies(block[len(_COPIED) :])
         if len(self._rest) + sum(map(len, self._pending)) > MAX_PENDING_BYTES:
             raise JournalError("a server sends events without their tokens")
         return self._joined(ready)
@@ -108,6 +113,13 @@ class AnswerLog:
                 self._given = None  # from here on the stream's own tokens count
                 self.num_tokens += len(token_ids)
                 self.has_sent = True
+            case _:
+                raise JournalError("a server's journal is malformed")
+
+    def _note_copies(self, record: bytes) -> None:
+        match _json(record):
+            case [str(engine), int(num_tokens)] if num_tokens >= 0:
+                self.copied = engine, num_tokens
             case _:
                 raise JournalError("a server's journal is malformed")
 

@@ -13,6 +13,7 @@ import orjson
 from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
+from serve.cluster.front.held import Held
 from serve.cluster.front.parting import Parting, compute_prompt
 from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
@@ -39,13 +40,14 @@ _MAX_PAUSE_S = 2.0
 
 @dataclass(slots=True)
 class RelayCounts:
-    """What the hop has done. longest_gap_s: of a stream that went on elsewhere, in which its client
-    got nothing."""
+    """What the hop has done. num_at_copies: streams that went on where their K/V had been copied.
+    longest_gap_s: of a stream that went on elsewhere, in which its client got nothing."""
 
     num_calls: int = 0
     num_failed: int = 0
     num_continued: dict[str, int] = field(default_factory=dict)
     num_replayed_tokens: int = 0
+    num_at_copies: int = 0
     longest_gap_s: float = 0.0
 
     def continued(self, reason: str) -> None:
@@ -172,7 +174,7 @@ class Relay:
                 self._move = self._left, following
             return self._replicas.take(following, self._names, 0.0)
         if not self._is_first:
-            return self._replicas.choose(self._names, refused)
+            return self._choose_next(refused)
         now_s = asyncio.get_running_loop().time()
         choice, following = self._parting.choose(self._prompt, refused, now_s)
         self._is_first = choice is None
@@ -186,6 +188,20 @@ class Relay:
         following = self._parting.next_server(self._prompt, choice.replica) or following
         self._move = choice.replica, following
         return self._replicas.take(following, self._names, 0.0)
+
+    def _choose_next(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
+        """Returns the server that goes on with a call that was at another one before."""
+        log = self._log
+        if not log.has_sent or not log.num_prompt_tokens:
+            return self._replicas.choose(self._names, refused)
+        num_prompt, left = log.num_prompt_tokens, self._left
+        at = "" if left is None else left.url
+        held = Held(num_prompt + log.num_tokens, num_prompt, *log.copied, at)
+        choice = self._replicas.choose_next(self._names, refused, held)
+        load = None if choice is None else choice.replica.load
+        if load is not None and load.engine == held.copied_by:
+            self._counts.num_at_copies += 1
+        return choice
 
     async def _compute_prompt(self, choice: Choice) -> bool:
         """Has a replica compute the prompt; returns whether it did."""

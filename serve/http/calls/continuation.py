@@ -8,6 +8,7 @@ server-sent events sees:
 
     : state {...}                   before the first event: what the answer was made with
     : tokens [choice, ids, reason]  after the events of these tokens
+    : copied [engine, tokens]       which peer copies the K/V, and of how many tokens; now and then
     : error CODE                    before an error that ends the stream
     : handover                      the last line of a server that is shutting down
 
@@ -20,8 +21,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +42,7 @@ NAMES = {"answers_so_far": FIELD}
 JOURNAL_HEADER = "x-mergestep-journal"
 HANDED_OVER = "handed_over"
 MAX_REQUESTS = 1 << 11
+_COPIED_S = 0.5  # between two looks where the K/V is copied
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DRAWN_ID = re.compile(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}")
 
@@ -165,10 +168,17 @@ def _invalid(message: str) -> RequestError:
 
 class Journal:
     """The comments of one answer, and what a server that shuts down hands over. has_comments: a hop
-    reads them; else they are left out, and nothing is handed over."""
+    reads them; else they are left out, and nothing is handed over. copied: tells of a request id
+    which engine copies its K/V, and of how many tokens; None: none does."""
 
     def __init__(
-        self, answer_id: str, created: int, fingerprint: str, *, has_comments: bool = True
+        self,
+        answer_id: str,
+        created: int,
+        fingerprint: str,
+        *,
+        has_comments: bool = True,
+        copied: Callable[[str], tuple[str, int] | None] | None = None,
     ) -> None:
         self.has_comments = has_comments
         self.answer_id = answer_id
@@ -180,6 +190,10 @@ class Journal:
         self._noted: tuple[int, TokenDelta] | None = None
         self._keeps = False
         self._kept: list[tuple[list[int], str | None]] = []
+        self._copied = copied
+        self._request_id = ""
+        self._told: tuple[str, int] | None = None  # of copies
+        self._looks_s = 0.0
 
     def begin(self, requests: Sequence[Request], num_choices: int) -> AnswerState:
         """Makes the state, once the prompts are tokenized."""
@@ -191,6 +205,9 @@ class Journal:
             tuple(_digest(request.prompt_token_ids) for request in requests),
             sum(len(request.prompt_token_ids) for request in requests),
         )
+        if len(requests) > 1:
+            self._copied = None  # each may be copied elsewhere
+        self._request_id = requests[0].request_id
         params = requests[0].params
         # log-probabilities of tokens from before would be missing in a whole answer
         self._keeps = params.logprobs is None and params.prompt_logprobs is None
@@ -226,7 +243,19 @@ class Journal:
             state = b": state %s\n\n" % orjson.dumps(self._state.to_json())
         reason = delta.finish_reason
         record = [choice, delta.token_ids, None if reason is None else reason.value]
-        return b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+        noted_tokens = b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+        return noted_tokens if self._copied is None else noted_tokens + self._copies()
+
+    def _copies(self) -> bytes:
+        """Returns the comment on copies, where it is not the one that was sent last."""
+        now_s = time.monotonic()
+        if self._copied is None or now_s < self._looks_s:
+            return b""
+        self._looks_s = now_s + _COPIED_S
+        before, self._told = self._told, self._copied(self._request_id)
+        if self._told == before:
+            return b""
+        return b": copied %s\n\n" % orjson.dumps(list(self._told or ("", 0)))
 
     def failed(self, last: bytes, code: str | None) -> bytes:
         """Returns the end of a stream that has failed. last: the event that says so."""
