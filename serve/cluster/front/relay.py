@@ -14,8 +14,9 @@ from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
 from serve.cluster.front.held import Held
-from serve.cluster.front.parting import Parting, compute_prompt
-from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt, read_usage
+from serve.cluster.front.parting import Parting
+from serve.cluster.front.prefill import AWAITING, PromptAhead, compute_prompt
+from serve.cluster.front.prompt import NO_PROMPT, WHOLE_APART, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.refusals import (
     ELSEWHERE,
@@ -96,6 +97,8 @@ class Relay:
         self._moves_on = False  # once the first token has come
         self._left: Replica | None = None  # where the prompt was computed
         self._move: tuple[Replica, Replica] | None = None  # until its first events
+        self._ahead: PromptAhead | None = None
+        self._more = b""  # fields of the next body
         self._decodes_at: Replica | None = None
         self._moved_s: float | None = None
         self._broke_off_s: float | None = None
@@ -107,6 +110,13 @@ class Relay:
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer. Raises NoReplicaError if nothing was sent yet."""
+        try:
+            return await self._run()
+        finally:
+            if self._ahead is not None:
+                await self._ahead.stop()
+
+    async def _run(self) -> web.StreamResponse:
         self._prompt = await self._read_prompt()
         refused: dict[Replica, web.Response] = {}
         while True:
@@ -166,9 +176,11 @@ class Relay:
         return await asyncio.to_thread(read_prompt, self._request, self._body)
 
     async def _choose(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
-        """Returns the next server. The first time it decides whether the call is parted; one that
-        is no stream has its prompt computed here."""
+        """Returns the next server. The first time it decides whether the call is parted. If the
+        second server need not wait for long, it gets the call now; else one that is no stream has
+        its prompt computed here."""
         following, self._next, self._moves_on, self._move = self._next, None, False, None
+        self._more = b""
         if following is not None and following.is_ready:
             if self._left is not None:
                 self._move = self._left, following
@@ -180,13 +192,22 @@ class Relay:
         self._is_first = choice is None
         if choice is None or following is None:
             return choice
-        if self._prompt.is_stream:
+        computing = self._session, self._request, self._replicas, choice, self._body
+        is_soon = self._parting.is_soon(self._prompt, choice, following)
+        if is_soon and self._request.path in WHOLE_APART:
+            self._ahead = PromptAhead(*computing)
+            self._more = AWAITING
+        elif self._prompt.is_stream:
             self._moves_on = True
             return choice
-        if not await self._compute_prompt(choice):
-            return self._replicas.choose(self._names, refused)
-        following = self._parting.next_server(self._prompt, choice.replica) or following
+        else:
+            more = await compute_prompt(*computing)
+            if more is None:
+                return self._replicas.choose(self._names, refused)
+            following = self._parting.next_server(self._prompt, choice.replica) or following
+            self._more = more
         self._move = choice.replica, following
+        self._left = choice.replica
         return self._replicas.take(following, self._names, 0.0)
 
     def _choose_next(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
@@ -202,25 +223,6 @@ class Relay:
         if load is not None and load.engine == held.copied_by:
             self._counts.num_at_copies += 1
         return choice
-
-    async def _compute_prompt(self, choice: Choice) -> bool:
-        """Has a replica compute the prompt; returns whether it did."""
-        replica, body = choice.replica, None
-        replica.num_calls += 1
-        try:
-            async with asyncio.timeout(None) as attempt:  # ReplicaSet.lost() ends it
-                replica.attempts.add(attempt)
-                try:
-                    body = await compute_prompt(self._session, self._request, replica, self._body)
-                finally:
-                    replica.attempts.discard(attempt)
-        except TimeoutError:
-            logger.info("%s is lost while it computes a prompt", replica.url)
-        finally:
-            replica.num_calls -= 1
-            self._replicas.note_end(choice)
-        self._body = body or self._body
-        return body is not None
 
     @property
     def _names(self) -> list[bytes]:
@@ -314,7 +316,9 @@ class Relay:
         if self._choice is not None:
             seconds = asyncio.get_running_loop().time() - self._sent_s
             replica = self._choice.replica
-            if self._moved_s is None:
+            if self._moved_s is None and self._ahead is not None:
+                self._note_first_after(self._ahead, self._choice)
+            elif self._moved_s is None:
                 self._replicas.note_first(self._choice, seconds)
             else:
                 self._replicas.note_end(self._choice)
@@ -332,10 +336,13 @@ class Relay:
     def _next_body(self) -> bytes:
         """Returns the client's body, with what is known of its answer."""
         continuation = self._log.continuation
-        if continuation is None:
+        more = self._more
+        if continuation is not None:
+            more += b',"continuation":' + orjson.dumps(continuation)
+        if not more:
             return self._body
         at = self._body.rindex(b"}")
-        return self._body[:at] + b',"continuation":' + orjson.dumps(continuation) + b"}"
+        return self._body[:at] + more + b"}"
 
     def _note_break(self, reason: str) -> None:
         self._counts.continued(reason)
@@ -343,6 +350,13 @@ class Relay:
         self._counts.num_replayed_tokens += self._log.num_tokens
         if self._broke_off_s is None:
             self._broke_off_s = asyncio.get_running_loop().time()
+
+    def _note_first_after(self, ahead: PromptAhead, choice: Choice) -> None:
+        """Learns from the first token of a call whose prompt was computed meanwhile."""
+        self._replicas.note_end(choice)
+        seconds = ahead.seconds_since()
+        if seconds is not None and self._move is not None:
+            self._parting.moved(self._prompt, choice, seconds)
 
     def _note_no_move(self, code: str | None) -> None:
         """Notes that a server has not gone on with the call, if it was to. code: its refusal."""
