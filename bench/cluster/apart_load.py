@@ -108,19 +108,27 @@ class Client:
         """Asks the hop, or one server."""
         return await self._read(url, self.body(mix), asyncio.get_running_loop().time())
 
-    async def ask_apart(self, prefill: str, decode: str, mix: Mix) -> tuple[Seen, float]:
-        """Has one server compute the prompt and another one answer, as routers of vLLM's engines
-        do. Returns also the seconds until the second one's first token."""
+    async def ask_apart(
+        self, prefill: str, decode: str, mix: Mix, *, at_once: bool = False
+    ) -> tuple[Seen, float]:
+        """Has one server compute the prompt and another one answer: one after the other, as routers
+        of vLLM's engines do, or at once. Returns also the seconds from the first one's answer to
+        the second one's first token."""
         loop = asyncio.get_running_loop()
         began_s, body = loop.time(), self.body(mix)
-        first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
-        async with self._session.post(prefill + PATH, json=first) as response:
+        computing = asyncio.create_task(self._compute(prefill, body))
+        given = {"do_remote_prefill": True} if at_once else (await computing)[1]
+        seen = await self._read(decode, body | {"kv_transfer_params": given}, began_s)
+        computed_s, _ = await computing
+        return seen, seen.ttft_s - (computed_s - began_s)
+
+    async def _compute(self, url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """Has a server compute a prompt; returns when it has, and what the next one needs."""
+        asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
+        async with self._session.post(url + PATH, json=asked) as response:
             answer = await response.json()
             assert response.status == 200, answer
-        moved_s = loop.time()
-        body["kv_transfer_params"] = answer["kv_transfer_params"]
-        seen = await self._read(decode, body, began_s)
-        return seen, seen.ttft_s - (moved_s - began_s)
+        return asyncio.get_running_loop().time(), answer["kv_transfer_params"]
 
     async def _read(self, url: str, body: dict[str, Any], began_s: float) -> Seen:
         loop = asyncio.get_running_loop()
