@@ -26,6 +26,7 @@ from serve.cluster.front.refusals import (
     last_error,
 )
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
+from serve.http.edge.hop import HOP_HEADER
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.sse import EventStream
 
@@ -35,6 +36,7 @@ MAX_READ_BYTES = 256 << 10
 """Larger bodies are not looked into: a thread that parses holds up all streams as well, and what it
 makes is many times as large."""
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
+_NOT_FORWARDED = NOT_FORWARDED | {HOP_HEADER}
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 
@@ -80,6 +82,7 @@ class Relay:
         *,
         wait_s: float,
         http: HttpSettings,
+        hop_token: str = "",
     ) -> None:
         self._request = request
         self._body = body
@@ -90,6 +93,7 @@ class Relay:
         self._wait_s = wait_s
         self._log = AnswerLog()
         self._http = http
+        self._hop_token = hop_token
         self._events: EventStream | None = None
         self._prompt = NO_PROMPT
         self._is_first = True
@@ -244,8 +248,10 @@ class Relay:
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
-        headers = forwarded_headers(self._request.headers, NOT_FORWARDED)
+        headers = forwarded_headers(self._request.headers, _NOT_FORWARDED)
         headers.update(JOURNAL)
+        if self._hop_token and self._log.continuation is not None:
+            headers[HOP_HEADER] = self._hop_token
         try:
             # ReplicaSet.lost() ends it
             url, next_body = replica.url + self._request.raw_path, self._next_body()
