@@ -32,12 +32,14 @@ import aiohttp
 import numpy as np
 import orjson
 
-from bench.cluster.apart_load import Client, Figures, Mix, Seen, Slo, figures, median_seen, poisson
+from bench.cluster.apart_load import Client, median_seen
 from bench.cluster.servers import Server, start_front, until_ready
 from bench.cluster.step_costs import TracedEngine, traced
 from bench.common.checkpoints import model_directory
 from bench.plan.calibrate import FittedCost
 from bench.simulate.fleet import FleetCall, FleetRecord, FleetSimulation, HandOver, Way
+from bench.simulate.fleet_figures import Figures, Mix, Seen, Slo, figures, poisson, seen_of
+from bench.simulate.noise import NoisyCost
 from bench.simulate.settings import PoolDelays
 from serve.cluster.front.replicas import JOURNAL, LOAD_HEADER
 from serve.machine import free_port
@@ -76,20 +78,20 @@ class Planner:
 
     def run(self, calls: Sequence[FleetCall], way: Way) -> list[FleetRecord]:
         settings = self.engine.settings(self.config, self.delays)
-        return FleetSimulation(self.cost, settings, self.hand_over, way).run(calls)
+        kinds = dict.fromkeys((call.num_prompt, call.num_output) for call in calls)
+        warm_up = [FleetCall(0.0, prompt, min(32, output)) for prompt, output in kinds]
+        fitted = self.cost.fitted
+        cost = NoisyCost(self.cost, fitted.median_error, fitted.p90_error)
+        simulation = FleetSimulation(cost, settings, self.hand_over, way, warm_up=warm_up)
+        return simulation.run(calls)
 
     def seen(self, calls: Sequence[FleetCall], way: Way) -> list[Seen]:
-        return [_seen(record) for record in self.run(calls, way)]
+        return [seen_of(record) for record in self.run(calls, way)]
 
     def capacity(self, mix: Mix) -> float:
         """Returns the calls a second that merged servers end when many wait."""
         calls = [FleetCall(0.0, *mix)] * 64
         return len(calls) / max(record.times[-1] for record in self.run(calls, "merged"))
-
-
-def _seen(record: FleetRecord) -> Seen:
-    gaps = [b - a for a, b in zip(record.times, record.times[1:], strict=False)]
-    return Seen(record.ttft_s, record.tpot_s, max(gaps, default=0.0))
 
 
 class Rig:
