@@ -144,3 +144,48 @@ def test_a_call_starts_the_first_replica() -> None:
         wait_for(lambda: not app.states().get("RUNNING"))
         wait_for(lambda: not server_pids() - others, 40.0)
         assert app.answer(), "and again"
+
+
+def test_a_stream_goes_on_where_its_server_is_lost() -> None:
+    others = server_pids()
+    with running(min_replicas=2, max_replicas=2, max_model_len=1024) as app:
+        wait_for(lambda: app.states().get("RUNNING") == 2)
+        body = CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True}
+        text = json.dumps(body)
+        _, expected = app.call("POST", "/v1/chat/completions", body)
+        before = server_pids() - others
+        assert len(before) == 2
+        for _ in range(6):
+            connection = http.client.HTTPConnection("127.0.0.1", app.port, timeout=PATIENCE_S)
+            connection.request(
+                "POST", "/v1/chat/completions", text, {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            found = response.read(400)
+            (busy,) = max_cpu(server_pids() - others)
+            os.kill(busy, signal.SIGKILL)
+            found += response.read()
+            connection.close()
+            assert text_of(found) == text_of(expected) and found.endswith(b"data: [DONE]\n\n")
+            wait_for(lambda lost=busy: len(server_pids() - others - {lost}) == 2)
+            wait_for(lambda: app.states().get("RUNNING") == 2)
+            break
+    wait_for(lambda: server_pids() <= others, 40.0)
+
+
+def text_of(stream: bytes) -> str:
+    events = [line for line in stream.split(b"\n") if line.startswith(b"data: {")]
+    deltas = [json.loads(event[6:])["choices"][0]["delta"] for event in events]
+    return "".join(delta.get("content") or "" for delta in deltas)
+
+
+def max_cpu(pids: set[int]) -> list[int]:
+    """Returns the process that computes most at this moment."""
+
+    def ticks(pid: int) -> int:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return int(fields[11]) + int(fields[12])
+
+    before = {pid: ticks(pid) for pid in pids}
+    time.sleep(0.1)
+    return [max(pids, key=lambda pid: ticks(pid) - before[pid])]
