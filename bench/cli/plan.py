@@ -16,6 +16,7 @@ from serve.errors import ConfigError
 
 _LOAD = "Load, SLO and budget"
 _GRID = "Many GPUs for one long prompt"
+_PARTED = "Prompts apart from answers"
 NOT_SERVED = 3  # exit code
 
 
@@ -110,6 +111,22 @@ def plan(
             "--disaggregated", help="Also show compute devices with separate memory devices."
         ),
     ] = False,
+    prefill_apart: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFILL:DECODE",
+            help="Simulate so many servers of one --machine, such as 1:1: each call at one server,"
+            " prompts apart from answers, and as `serve front` decides.",
+            rich_help_panel=_PARTED,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Calls a second; by default 50 and 80 % of what these servers can do.",
+            rich_help_panel=_PARTED,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="Rows of the comparison.")] = 15,
     hardware: Annotated[
         Path | None,
@@ -167,6 +184,27 @@ def plan(
                 json_file=json_file,
             )
             return
+        if prefill_apart is not None or rate is not None:
+            given: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
+            given |= {"batch": batch, "context": context, "hardware": hardware, "png": png_file}
+            _refuse(
+                given | {"disaggregated": disaggregated or None},
+                "cannot be used with prefill-apart",
+            )
+            _plan_parted(
+                model,
+                prefill_apart,
+                machine or [],
+                prompt,
+                output,
+                dtype=dtype,
+                kv_dtype=kv_dtype,
+                rate=rate,
+                ttft_s=parse_seconds("ttft", ttft, "ms"),
+                tpot_ms=tpot,
+                json_file=json_file,
+            )
+            return
         from bench.plan import run
 
         result = run.run(
@@ -207,6 +245,26 @@ def _plan_grids(model: str, **options: Any) -> None:
         typer.echo(f"--gpus is not given: grids of up to {GPUS} GPUs")
     if not run_grids(model, **given)["is_served"]:
         raise typer.Exit(NOT_SERVED)
+
+
+def _plan_parted(
+    model: str,
+    parts: str | None,
+    machines: list[str],
+    prompt: int | None,
+    output: int | None,
+    **options: Any,
+) -> None:
+    from bench.plan.run import OUTPUT, PROMPT
+    from bench.simulate.fleet_figures import Mix
+    from bench.simulate.parted_plan import parse_parts, run_parted
+
+    if parts is None:
+        raise ConfigError("rate needs prefill-apart")
+    if len(machines) != 1:
+        raise ConfigError("prefill-apart needs exactly one machine")
+    mix = Mix(PROMPT if prompt is None else prompt, OUTPUT if output is None else output)
+    run_parted(model, parse_parts(parts), machine=machines[0], mix=mix, **options)
 
 
 def _show_known(hardware: Path | None) -> None:

@@ -209,6 +209,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/prediction": ("bench/common", "bench/load", "bench/simulate"),
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
+    "bench/quality": ("bench/common",),
     "bench/cluster": (
         "bench/common",
         "bench/kernels",
