@@ -11,6 +11,7 @@ import random
 import pytest
 
 from serve import LLM, Engine, SamplingParams
+from serve.cli.start_summary import engine_lines
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.eviction.start import check_eviction
@@ -334,3 +335,11 @@ def test_a_gpu_is_refused():
     check_eviction(config, spec, "cpu", "int8")
     for setting in ("off", "quest:budget=20"):
         check_eviction(dataclasses.replace(config, kv_policy=setting), spec, "cuda", "int8")
+
+
+def test_the_start_summary_tells_the_policy():
+    async def lines():
+        async with Engine(str(checkpoint("llama")), kv_policy="h2o:budget=25%", **ROOMY) as engine:
+            return engine_lines(engine, 1.0)
+
+    assert ("", "sequences keep 25 % of it (h2o)") in asyncio.run(lines())
