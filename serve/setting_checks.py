@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypedDict
 
-from memory.policies.setting import OFF, parse_kv_policy
+from memory.policies.setting import OFF, KVPolicy, parse_kv_policy
 from serve.errors import ConfigError
 from serve.node_addresses import check_address, checked_addresses
 
@@ -278,10 +278,15 @@ class KVPolicySettings(WeightPeerSettings):
 
     kv_policy: str = OFF
 
+    @property
+    def policy(self) -> KVPolicy | None:
+        """What kv_policy says; None for "off"."""
+        return parse_kv_policy(self.kv_policy)
+
     def check_kv_policy(self, num_ranks: int) -> None:
         """Checks the setting against the others of EngineConfig."""
         try:
-            policy = parse_kv_policy(self.kv_policy)
+            policy = self.policy
         except ValueError as error:
             raise ConfigError(f"kv_policy {error}") from None
         if policy is None:
@@ -291,6 +296,9 @@ class KVPolicySettings(WeightPeerSettings):
                 raise ConfigError(f"{name} cannot be used with kv_policy {policy.name}")
         if num_ranks > 1:
             raise ConfigError(f"a model in several ranks cannot have kv_policy {policy.name}")
+        drafts = getattr(self, "speculation", OFF)
+        if policy.evicts and drafts not in ("lookup", OFF):  # lookup drafts nothing then
+            raise ConfigError(f"speculation {drafts} cannot be used with kv_policy {policy.name}")
 
 
 class KVEventOptions(KVPolicyOptions, total=False):

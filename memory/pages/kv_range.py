@@ -64,6 +64,8 @@ class Range:
     promised_tokens: the tokens it was opened for.
     promised_pages: the pages it may still need for these tokens.
     num_due_mappings: the most mappings that the next commit makes for its prefix hit.
+    dropped: the tokens of its sequence whose K/V was dropped (evicting_kv.py); start, capacity and
+        promised tokens count without them.
     """
 
     index: int
@@ -73,6 +75,7 @@ class Range:
     promised_tokens: int = 0
     promised_pages: int = 0
     num_due_mappings: int = 0
+    dropped: int = 0
     is_open: bool = False
 
     @property

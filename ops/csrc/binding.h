@@ -69,6 +69,9 @@ void bind_heads(nanobind::module_& m);
 // Binds the operators of layers with a state; defined in states.cpp.
 void bind_states(nanobind::module_& m);
 
+// Binds KeyScoring; defined in key_scores.cpp.
+void bind_key_scores(nanobind::module_& m);
+
 // Binds IoRing and checksum; defined in storage.cpp.
 void bind_storage(nanobind::module_& m);
 

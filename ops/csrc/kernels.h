@@ -300,6 +300,15 @@ struct Rotation {
   int half;
 };
 
+// The sums of weights that rows of one sequence give to its keys, [kv_heads][stride], of the query heads of each K/V
+// head together. The stride is a multiple of TILE and at least the sequence's keys.
+struct KeyScores {
+  float* sums;
+  size_t stride;
+  const float* noise;      // is added to each key's scores, as sums; or null
+  const float* sharpness;  // by which a row's scores are multiplied, [rows]; or null
+};
+
 // The sampling parameters of one row, as ops/cpu/sampling.py packs them.
 struct SamplingInputs {
   uint64_t seed, position;
@@ -384,6 +393,11 @@ struct Kernels {
   void (*attend_linear)(const LinearAttention&, const StateRecords&, const StateSegments&);
   void (*convolve)(const CausalConv&, const StateRecords&, const StateSegments&);
   void (*gate_and_norm)(const GatedNorm&);
+  // Adds the weights of the rows of the step's first sequence; bits of the layer's K/V are 8.
+  void (*add_key_scores)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, const KeyScores&);
+  // Copies the tokens `kept`, [kv_heads][count], which rise, to the first places of target, perhaps in place.
+  void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
+                    int count);
   // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
   void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
   // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a

@@ -190,6 +190,7 @@ NB_MODULE(_native, m) {
   bind_states(m);
   bind_storage(m);
   bind_latent(m);
+  bind_key_scores(m);
   bind_suffix_index(m);
   nb::class_<StepPlan>(m, "StepPlan")
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memory.evicting_kv import EvictingKV
 from memory.kv_beside_states import KVBesideStates
 from memory.kv_memory import KVMemory
 from memory.prefix.peer_stats import PeersStats
@@ -48,7 +49,8 @@ class EngineStats:
     kvp_borrowed_bytes in all. kvp_lent_bytes: K/V memory that other replicas use. group: None on
     one rank. draft_pages_in_use: of the draft model's K/V memory. state_bytes_in_use: of the states
     that sequences have in this machine's memory while their K/V is on memory nodes, where
-    state_bytes_capacity is the memory for them and for those of the prefix cache.
+    state_bytes_capacity is the memory for them and for those of the prefix cache. dropped_tokens:
+    tokens whose K/V was dropped by a kv_policy; held_tokens: those that its running sequences hold.
     """
 
     num_unfinished: int
@@ -103,6 +105,8 @@ class EngineStats:
     kvp_borrowed_bytes: int
     state_bytes_in_use: int
     state_bytes_capacity: int
+    dropped_tokens: int
+    held_tokens: int
     memory_node_states: dict[str, str]  # by URL; healthy, late, lost or probation
     memory_node_rows: dict[str, str]  # by URL; "lane", or "endpoint: " and why there is none
     recomputed_sequences: int
@@ -222,6 +226,7 @@ def engine_stats(
         kv_page_bytes=kv.page_bytes,
         **_node_stats(recovery.nodes if recovery else None),
         **_kvp_stats(kv),
+        **_eviction_stats(scheduler),
         **_state_stats(kv),
         recomputed_sequences=recovery.num_recomputed if recovery else 0,
         group=recovery.group if recovery else None,
@@ -256,3 +261,13 @@ def _node_stats(nodes: NodeSet | None) -> dict[str, Any]:
         "memory_node_states": {url: state.value for url, state in states.items()},
         "memory_node_rows": {link.url: link.rows_by for it in far for link in [*it.links]},
     }
+
+
+def _eviction_stats(scheduler: Scheduler) -> dict[str, Any]:
+    kv, held = scheduler.kv, 0
+    if not isinstance(kv, EvictingKV):
+        return {"dropped_tokens": 0, "held_tokens": 0}
+    for sequence in list(scheduler.running):
+        target = sequence.kv_range
+        held += 0 if target is None else max(0, sequence.num_computed_tokens - target.dropped)
+    return {"dropped_tokens": kv.num_dropped_tokens, "held_tokens": held}

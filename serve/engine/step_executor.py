@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
+from memory.evicting_kv import changes_with_rows
 from memory.nodes.errors import NodesLostError
 from serve.engine.output_processor import StepRecord
 from serve.engine.pools import OutputThread
@@ -56,7 +57,7 @@ class StepExecutor:
         self._on_finished = on_finished
         self._on_nodes_lost = on_nodes_lost
         self._clock = clock
-        self._has_states = scheduler.kv.state_interval is not None
+        self._has_states = changes_with_rows(scheduler.kv)
         # Sequences of a step that failed -> the tokens they must have computed alone.
         self._suspects: dict[Sequence, int] = {}
         # When the previous step's tokens were there; None after a pause.

@@ -16,6 +16,7 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
+from memory.evicting_kv import EvictingKV
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
@@ -25,6 +26,7 @@ from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.eviction.start import check_eviction, with_eviction
 from serve.loading.disk_store import kv_identity, open_kv_store
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import (
@@ -127,6 +129,7 @@ def _load(
     check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
+    check_eviction(config, spec, precision.backend, precision.kv)
     check_weights_fit(config, spec, precision)
     open_selection(config, precision, spec.attention_layers, is_trial=True)  # may refuse
     if precision.backend == "cuda":
@@ -240,7 +243,8 @@ def load_local(
     segments = None
     try:
         segments = _segments(config, precision, layouts, groups, sizes)
-        kv = KVManager(
+        make_kv = EvictingKV if config.policy is not None and config.policy.evicts else KVManager
+        kv = make_kv(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
@@ -253,6 +257,7 @@ def load_local(
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
         attention = _attention(kv, layouts, groups, address, backend, segments, recent, selection)
+        attention = with_eviction(config, spec, attention, layouts[0], address)
         if states is not None:
             attention = _with_states(attention, kv, states, address)
         stores = _use_stores(config, precision, kv, memory, backend)

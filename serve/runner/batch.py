@@ -55,8 +55,10 @@ def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
         else:
             input_ids.extend(sequence.token_ids[first:end])
             positions.extend(range(first, end))
-        starts.append(sequence.kv_range.start)  # type: ignore[union-attr]
-        kv_lens.append(end)
+        target = sequence.kv_range
+        assert target is not None
+        starts.append(target.start)
+        kv_lens.append(end - target.dropped)
         if samples:
             sampled.append(sequence)
             sample_rows.append(len(input_ids) - 1)

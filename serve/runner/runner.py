@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memory.attention.seam import PlannedAttention
+from memory.evicting_kv import changes_with_rows
 from memory.kv_memory import KVMemory
 from memory.pages.kv_range import Range
 from serve.models import StepModel, run_interleaved
@@ -128,9 +129,9 @@ def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
         target = sequence.kv_range
         assert target is not None
         end = sequence.num_computed_tokens + rows
-        need = max(end + _STEPS_AHEAD, min(len(sequence.token_ids), end + rows))
+        need = max(end + _STEPS_AHEAD, min(len(sequence.token_ids), end + rows)) - target.dropped
         if need > target.capacity:
-            needs.append((target, min(need, sequence.max_tokens_total)))
+            needs.append((target, min(need, sequence.max_tokens_total - target.dropped)))
     return needs
 
 
@@ -265,7 +266,7 @@ class ModelRunner:
         self._states = states
         self._follower = follower
         self._num_steps = 0
-        self._masks = MaskFiller(has_states=kv.state_interval is not None)
+        self._masks = MaskFiller(has_states=changes_with_rows(kv))
 
     @torch.inference_mode()
     def run(self, plan: StepPlan, launched: abc.Callable[[], None]) -> StepResult:

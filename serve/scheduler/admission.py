@@ -80,7 +80,7 @@ class WorstCasePolicy(MemoryPolicy):
         self._reserved = 0
 
     def _pages(self, sequence: Sequence) -> int:
-        return self._kv.pages_for(sequence.max_tokens_total)
+        return self._kv.pages_for(sequence.most_held_tokens)
 
     def admits(
         self,
@@ -198,8 +198,8 @@ class ForecastPolicy(MemoryPolicy):
         return [max(1, end - step) for end, _, _ in list(self._forecasts[0].entries)]
 
     def mean_steps(self) -> float:
-        members = list(self._members.values())
-        steps = [member.lengths[0] / self._slope(member.sequence) for member in members]
+        slope, members = self._slope, list(self._members.values())
+        steps = [each.lengths[0] / (slope(each.sequence) or 1.0) for each in members]
         return sum(steps) / max(1, len(steps))
 
     def ended(self, sequence: Sequence) -> None:
@@ -218,7 +218,9 @@ class ForecastPolicy(MemoryPolicy):
         return [self._draw(sequence, k) for k in range(len(self._forecasts))]
 
     def _slope(self, sequence: Sequence) -> float:
-        """Returns the tokens that a step gives a sequence, 1 where a window bounds its tokens."""
+        """Returns the tokens a step gives: 1 where a window bounds them, 0 if K/V is dropped."""
+        if sequence.drops is not None:
+            return 0.0
         if self.tokens_per_step is None or self._kv.layout.is_bounded:
             return 1.0
         return max(1.0, self.tokens_per_step(sequence))

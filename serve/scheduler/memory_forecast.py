@@ -19,8 +19,12 @@ def entry_of(
     sequence: Sequence, length: int, first: int, key: int, slope: float = 1.0
 ) -> ForecastEntry:
     """Returns the entry of a sequence that gets its next token in step `first` and ends with
-    `length` output tokens; the K/V of the last one is never written. slope: its tokens a step."""
+    `length` output tokens; the K/V of the last one is never written. slope: its tokens a step; 0
+    where K/V is dropped: the entry has the most tokens that it holds until then."""
     remaining = length - sequence.num_output_tokens
+    if sequence.drops is not None:
+        end = sequence.num_tokens + remaining - 1
+        return first + remaining - 1, sequence.drops.most_held(end), key
     if slope == 1.0:
         return first + remaining - 1, sequence.num_tokens - first, key
     end = first + max(1, ceil(remaining / slope)) - 1

@@ -193,13 +193,18 @@ class PrefixLookup:
         rest_s = self._prefill_seconds(sequence.num_tokens, wait.num_cached)
         wait.until_s = now_s + (max(_STALLED_S, 2.0 * rest_s) if rest_s else _STALLED_UNKNOWN_S)
 
+    def most_shared(self, sequence: Sequence) -> int:
+        """Returns how many of its tokens may come from the prefix cache: at least one is left to
+        compute."""
+        return sequence.num_tokens - 1
+
     def match(self, sequence: Sequence) -> PrefixHit | None:
         """Returns the prefix hit, or None if there is none or computing it takes less time than
         mapping it. At least one token is left to compute."""
         if self._hasher is None or sequence.reads_prompt:
             return None
         self._extend_keys(sequence)
-        hit = self._kv.match(sequence.page_keys, sequence.num_tokens - 1)
+        hit = self._kv.match(sequence.page_keys, self.most_shared(sequence))
         if hit is None:
             return None
         compute_s = self._prefill_seconds(hit.num_tokens, 0)

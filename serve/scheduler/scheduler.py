@@ -147,8 +147,8 @@ class Scheduler:
         if sequence.status is not SequenceStatus.RUNNING:
             return
         context = sequence.num_computed_tokens
-        wanted = min(sequence.num_tokens - context, self.limits.max_chunk_tokens)
-        rows = draft.budget.rows_for(context, wanted)
+        end = min(sequence.num_tokens, sequence.drop_at, context + self.limits.max_chunk_tokens)
+        rows = draft.budget.rows_for(context, end - context)
         if not rows or self._grow(sequence, context + rows):
             draft.add(sequence, rows)
 

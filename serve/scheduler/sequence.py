@@ -6,9 +6,10 @@ Only the compute loop touches a Sequence after it has been queued. No torch, no 
 from __future__ import annotations
 
 import collections.abc as abc
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from serve.request import FinishReason, Request
 from serve.scheduler.prompt_outputs import PromptOutputs, make_prompt_outputs
@@ -26,6 +27,16 @@ class SequenceStatus(Enum):
     WAITING = "waiting"
     RUNNING = "running"
     FINISHED = "finished"
+
+
+class Drops(Protocol):
+    """When a sequence drops K/V and how much it holds (memory/policies/drop_schedule.py)."""
+
+    def next_drop(self, num_tokens: int, num_dropped: int, /) -> int: ...
+
+    def most_held(self, num_tokens: int, /) -> int: ...
+
+    def peak(self, num_tokens: int, /) -> int: ...
 
 
 @dataclass(slots=True)
@@ -72,6 +83,8 @@ class Sequence:
     # The tokens that its newest plan computes behind its last one, in case they are sampled.
     draft_ids: list[int] = field(default_factory=list)
     kv_range: Range | None = None
+    drops: Drops | None = None  # when it drops K/V, where a policy does
+    drop_at: int = sys.maxsize  # computed tokens at which it drops K/V next
     predicted_length: int = 0  # the median that was predicted for the answer; 0: ask again
     state_due_at: int = 0  # tokens at which its hidden state is read for the next prediction
     page_keys: list[bytes] = field(default_factory=list)  # of its pages in the prefix cache
@@ -98,6 +111,12 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def most_held_tokens(self) -> int:
+        """The most tokens whose K/V it can hold at once."""
+        total = self.max_tokens_total
+        return total if self.drops is None else self.drops.peak(total)
 
     @property
     def is_prompt_only(self) -> bool:

@@ -45,8 +45,9 @@ def decode_rows(
         elif num_tokens == sequence.max_tokens_total:
             continue  # its last token, or the end of its prompt, is in flight
         elif grow(sequence, num_computed + 1):
-            assert sequence.kv_range is not None, "it has just grown"
-            steady = min(sequence.kv_range.capacity, sequence.max_tokens_total - 1)
+            target = sequence.kv_range
+            assert target is not None, "it has just grown"
+            steady = min(target.capacity + target.dropped, sequence.max_tokens_total - 1)
             if has_cache:
                 steady = min(steady, sequence.next_cacheable_at)
             # a page that the next token completes is cached after that step

@@ -45,7 +45,8 @@ def make_drafting(
     """Returns what gives drafts to the engine's steps; None if they are off, or if the rows of a
     draft would not have the bits of single rows where this engine computes attention. draft: a
     draft model. ConfigError if there is one, or a head, and it would never be used."""
-    if config.speculation == "off":
+    evicts = config.policy is not None and config.policy.evicts
+    if config.speculation == "off" or evicts:  # rows of drafts would give scores, too
         return None
     is_asked = draft is not None or head is not None
     if not _is_exact(config, runtime):

@@ -100,6 +100,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/engine": (
         "serve",
         "serve/chat",
+        "serve/eviction",
         "serve/events",
         "serve/loading",
         "serve/prediction",
@@ -129,6 +130,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/chat": ("serve", "serve/text"),
     "serve/loading": (
         "serve",
+        "serve/eviction",
         "serve/converter",
         "serve/runner",
         "serve/models",
@@ -143,6 +145,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "serve/runner": ("serve", "serve/prediction", "serve/scheduler", "serve/models"),
     "serve/prediction": ("serve", "serve/scheduler"),
     "serve/scheduler": ("serve", "serve/structured"),
+    "serve/eviction": ("serve", "serve/models", "serve/scheduler"),
     "serve/speculation": (
         "serve",
         "serve/loading",
@@ -171,7 +174,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/states": ("memory/attention", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
     "memory/peers": ("memory/prefix",),
-    "memory/attention": ("memory/policies", "memory/pages"),
+    "memory/attention": ("memory/pages", "memory/policies"),
     "memory/prefix": ("memory/pages",),
     "memory/policies": (),
     "memory/pages": (),

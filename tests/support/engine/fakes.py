@@ -79,9 +79,10 @@ def make_kv(
     max_rows: int | None = None,
     in_background: bool = False,
     first_start: int = 0,
+    manager: type[KVManager] = KVManager,
 ) -> tuple[KVManager, FakeMemory]:
     memory = FakeMemory(page_bytes or 64 * tokens_per_page)
-    kv = KVManager(
+    kv = manager(
         memory,
         num_pages=num_pages,
         num_ranges=num_ranges,

@@ -1,0 +1,161 @@
+"""The scheduler of an engine whose sequences drop K/V. Integers and floats only.
+
+When a sequence has computed as many tokens as its schedule says (memory/policies/drop_schedule.py),
+tokens are dropped at the step boundary. No step has rows on both sides of such a place, also where
+a preempted sequence is computed again: there its K/V is the same again, token for token.
+
+Pages of a prompt are in the prefix cache, whole, for others and for itself. What has dropped
+tokens is in no other sequence's prefix, so later pages are not cached. Rows that give scores are
+always computed, so a hit ends before them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from memory.evicting_kv import EvictingKV, Mover
+from memory.kv_memory import KVMemory
+from memory.policies.drop_schedule import NEVER
+from memory.prefix.index import PrefixHasher
+from serve.request import FinishReason
+from serve.scheduler.memory_policy import MemoryPolicy
+from serve.scheduler.prefix_lookup import PrefixLookup
+from serve.scheduler.scheduler import Scheduler
+from serve.scheduler.sequence import Drops, Sequence, SequenceStatus
+from serve.scheduler.step_plan import SchedulerLimits, StepPlan
+from serve.scheduler.waiting_queue import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+
+class Choice(Mover, Protocol):
+    """The tokens of a sequence that stay: num_tokens of them; `dropped` are dropped in all."""
+
+    num_tokens: int
+    dropped: int
+
+    def settle(self) -> None:
+        """Takes note that the others are gone."""
+
+
+class Eviction(Protocol):
+    """Chooses what stays. `start` is where a sequence's range begins."""
+
+    def schedule(self, num_prompt: int) -> Drops: ...
+
+    def first_scored(self, num_prompt: int, num_answer: int) -> int:
+        """Returns the first position whose row has to be computed for its scores, or NEVER."""
+
+    def open(self, start: int, num_prompt: int, num_answer: int, seed: int) -> None: ...
+
+    def forget(self, start: int) -> None: ...
+
+    def choose(self, start: int, num_tokens: int) -> Choice: ...
+
+
+class EvictingScheduler(Scheduler):
+    """A Scheduler over an EvictingKV."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        kv: KVMemory,
+        policy: MemoryPolicy | None = None,
+        hasher: PrefixHasher | None = None,
+        queue: WaitingQueue | None = None,
+        *,
+        eviction: Eviction,
+    ) -> None:
+        super().__init__(limits, kv, policy, hasher, queue)
+        assert isinstance(kv, EvictingKV), "ranges that shrink"
+        self._evicting_kv = kv
+        self._eviction = eviction
+        seconds = self.chunks.model.prefill_seconds
+        self.prefixes = _UnscoredPrefixes(kv, hasher, seconds, eviction)
+        kv.on_close = lambda target: eviction.forget(target.start)
+
+    def add(self, sequence: Sequence) -> None:
+        sequence.drops = self._eviction.schedule(sequence.num_prompt_tokens)
+        super().add(sequence)
+
+    def _admit_sequence(self, sequence: Sequence, hit: object, now_s: float) -> None:
+        super()._admit_sequence(sequence, hit, now_s)  # type: ignore[arg-type]
+        assert sequence.kv_range is not None and sequence.drops is not None
+        start = sequence.kv_range.start
+        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
+        self._eviction.open(start, num_prompt, num_answer, sequence.seed)
+        sequence.drop_at = sequence.drops.next_drop(0, 0)
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        target = sequence.kv_range
+        return super()._grow(sequence, num_tokens - (0 if target is None else target.dropped))
+
+    def update(
+        self, plan: StepPlan, tokens: list[int], counts: list[int] | None = None
+    ) -> list[Sequence]:
+        finished = super().update(plan, tokens, counts)
+        due = [s for s in plan.sequences if s.num_computed_tokens >= s.drop_at]
+        for sequence in due:
+            if sequence.status is SequenceStatus.RUNNING:
+                try:
+                    self._drop(sequence)
+                except Exception:
+                    name = sequence.request.request_id
+                    logger.exception("dropping K/V of %s failed", name)
+                    sequence.error = "dropping K/V failed in the engine"
+                    self.finish(sequence, FinishReason.ERROR)
+                    finished.append(sequence)
+        return finished
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Drops tokens of a sequence that has computed as many as its schedule says."""
+        target, drops = sequence.kv_range, sequence.drops
+        assert target is not None and drops is not None, "it runs"
+        num_tokens = sequence.num_computed_tokens
+        assert num_tokens == sequence.drop_at, f"{num_tokens} computed, {sequence.drop_at} due"
+        choice = self._eviction.choose(target.start, num_tokens)
+        while not self._evicting_kv.can_shrink(target, choice.num_tokens):
+            victim = self.waiting.victim([s for s in self.running if s.kv_range is not None])
+            self._preempt(victim)
+            self.policy.stopped(victim)
+            if victim is sequence:
+                return
+        self._evicting_kv.shrink(target, choice.num_tokens, choice.dropped, choice)
+        choice.settle()
+        sequence.drop_at = drops.next_drop(num_tokens, choice.dropped)
+        sequence.recheck_at, sequence.next_cacheable_at = 0, NEVER
+
+
+class _UnscoredPrefixes(PrefixLookup):
+    """A PrefixLookup that finds no more of a sequence than what comes before rows with scores and
+    what was computed before tokens were dropped."""
+
+    def __init__(
+        self,
+        kv: KVMemory,
+        hasher: PrefixHasher | None,
+        prefill_seconds: Callable[[int, int], float],
+        eviction: Eviction,
+    ) -> None:
+        super().__init__(kv, hasher, prefill_seconds)
+        self._eviction = eviction
+
+    def most_shared(self, sequence: Sequence) -> int:
+        assert sequence.drops is not None, "it is queued"
+        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
+        first = self._eviction.first_scored(num_prompt, num_answer)
+        most = min(sequence.num_tokens - 1, first)
+        # the row before tokens are dropped is computed, at whose end that is done
+        return min(most, sequence.drops.next_drop(0, 0) - 1)
+
+    def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
+        if self.most_shared(sequence) <= 0:
+            return False
+        whole = [s for s in others if s.kv_range is None or not s.kv_range.dropped]
+        return super().is_being_computed(sequence, whole)
+
+
+def _num_answer(sequence: Sequence) -> int:
+    return sequence.max_tokens_total - sequence.num_prompt_tokens

@@ -1,0 +1,135 @@
+"""The weights that rows give to keys in int8 tiles, against torch, and the move of tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from ops.cpu import native_library
+from ops.cpu.native_key_scores import KeyScoring
+from tests.support.memory.int8_kv import Cache
+
+SHAPES = [(4, 2, 64, 64), (6, 1, 32, 8), (2, 2, 80, 16), (14, 2, 128, 32)]
+
+
+@pytest.fixture(params=["avx512", "avxvnni", "avx2", "portable"])
+def instruction_set(request):
+    lib = native_library.library()
+    if request.param not in lib.instruction_sets():
+        pytest.skip(f"no {request.param} here")
+    before = lib.instruction_set()
+    lib.choose_instruction_set(request.param)
+    yield request.param
+    lib.choose_instruction_set(before)
+
+
+class Scored:
+    """A cache with random K/V of one sequence, and what scores its keys."""
+
+    def __init__(self, heads, kv_heads, dim, group, tokens, sequences=1, **switches):
+        torch.manual_seed(tokens)
+        shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "group": group}
+        self.cache = Cache(**shape, tokens=tokens, sequences=sequences)
+        self.k, self.v = torch.randn(2, tokens, kv_heads, dim)
+        self.cache.fill(self.k, self.v)
+        self.heads, self.kv_heads, self.dim = heads, kv_heads, dim
+        self.op = KeyScoring(
+            offset_bytes=self.cache.tile_bytes // 2,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=dim,
+            group=self.cache.group,
+            scale=dim**-0.5,
+            **switches,
+        )
+
+    def stored_k(self):
+        """Returns K as it is stored: rounded by group."""
+        groups = self.k.unflatten(-1, (-1, self.cache.group))
+        scale = (groups.abs().amax(-1, keepdim=True) / 127).half().float()
+        return (groups / scale).round().clamp(-127, 127).mul(scale).flatten(-2)
+
+    def add(self, q, kv_len, sums, noise=None, sharpness=None):
+        self.op.add(self.cache.address, self.cache.tile_bytes, kv_len, q, sums, noise, sharpness)
+
+
+def expected_sums(scored, q, kv_len, *, cap=0.0, noise=None, sharpness=None):
+    sums = torch.zeros(scored.kv_heads, kv_len, dtype=torch.float64)
+    group = scored.heads // scored.kv_heads
+    k = scored.stored_k().double()
+    for row in range(len(q)):
+        length = kv_len - len(q) + row + 1
+        for head in range(scored.heads):
+            scores = k[:length, head // group] @ q[row, head].double() * scored.dim**-0.5
+            if cap:
+                scores = torch.tanh(scores / cap) * cap
+            if noise is not None:
+                scores = scores + torch.from_numpy(noise[head // group, :length])
+            if sharpness is not None:
+                scores = scores * float(sharpness[row])
+            sums[head // group, :length] += torch.softmax(scores, 0)
+    return sums
+
+
+def sums_for(kv_heads, kv_len):
+    return np.zeros((kv_heads, -(-kv_len // 16) * 16), dtype=np.float32)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kv_len", "rows"), [(1, 1), (15, 3), (16, 16), (17, 1), (200, 33)])
+def test_sums_are_those_of_torch(shape, kv_len, rows, instruction_set):
+    scored = Scored(*shape, tokens=kv_len)
+    q = torch.randn(rows, shape[0], shape[2])
+    sums = sums_for(shape[1], kv_len)
+    scored.add(q, kv_len, sums)
+    expected = expected_sums(scored, q, kv_len)
+    assert np.abs(sums[:, :kv_len] - expected.numpy()).max() < 2e-3 * rows
+    assert not sums[:, kv_len:].any()
+    assert abs(sums.sum() - rows * shape[0]) < 1e-3 * rows * shape[0]
+
+
+def test_noise_temperature_and_soft_cap():
+    scored = Scored(4, 2, 64, 64, tokens=90, soft_cap=3.0)
+    q, sums = torch.randn(5, 4, 64), sums_for(2, 90)
+    noise = np.random.default_rng(1).gumbel(size=sums.shape).astype(np.float32)
+    sharpness = np.linspace(1.0, 0.5, 5, dtype=np.float32)
+    scored.add(q, 90, sums, noise, sharpness)
+    expected = expected_sums(scored, q, 90, cap=3.0, noise=noise, sharpness=sharpness)
+    assert np.abs(sums[:, :90] - expected.numpy()).max() < 2e-2
+    plain = expected_sums(scored, q, 90)
+    assert np.abs(expected.numpy() - plain.numpy()).max() > 0.05
+
+
+@pytest.mark.parametrize("cut", [(20,), (1,) * 20, (3, 16, 1)])
+def test_the_bits_do_not_depend_on_the_cut(cut):
+    scored = Scored(6, 2, 64, 64, tokens=77)
+    q, whole, parts = torch.randn(20, 6, 64), sums_for(2, 77), sums_for(2, 77)
+    scored.add(q, 77, whole)
+    at = 0
+    for rows in cut:
+        scored.add(q[at : at + rows], 57 + at + rows, parts)
+        at += rows
+    assert np.array_equal(whole, parts)
+    assert whole.any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_moved_tokens_are_attended_to_as_if_they_were_alone(shape, instruction_set):
+    """In place and into other memory; each head keeps tokens of its own."""
+    heads, kv_heads, dim, _ = shape
+    scored = Scored(*shape, tokens=150, sequences=3)
+    cache = scored.cache
+    rng = np.random.default_rng(2)
+    kept = np.stack([np.sort(rng.choice(150, 61, replace=False)) for _ in range(kv_heads)])
+    kept = np.ascontiguousarray(kept.astype(np.int32))
+    rows = torch.from_numpy(kept.astype(np.int64))
+    alone = [torch.stack([x[rows[h], h] for h in range(kv_heads)], 1) for x in (scored.k, scored.v)]
+    cache.fill(*alone, sequence=1)
+    q = torch.randn(1, heads, dim)
+    expected = cache.attend(q, 61, sequence=1)
+    other = cache.address + 2 * cache.range_bytes
+    scored.op.gather(cache.address, other, cache.tile_bytes, kept)
+    assert torch.equal(cache.attend(q, 61, sequence=2), expected)
+    scored.op.gather(cache.address, cache.address, cache.tile_bytes, kept)
+    assert torch.equal(cache.attend(q, 61, sequence=0), expected)
