@@ -328,10 +328,8 @@ def _segments(
     if selects(config):
         raise ConfigError("kv_policy needs a kvp_segment_tokens of at least max_model_len")
     windows = [window for window, _ in groups]
-    own_bytes = sizes.num_pages * sizes.page_bytes
-    return kvp.open_segments(
-        config, precision, layouts[0].layers, windows, sizes.max_model_len, own_bytes
-    )
+    layers, own_bytes = layouts[0].layers, sizes.num_pages * sizes.page_bytes
+    return kvp.open_segments(config, precision, layers, windows, sizes.max_model_len, own_bytes)
 
 
 def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:
