@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -159,15 +159,12 @@ def plan(
 
             run_and_report(model=None if model == DEFAULT_MODEL else Path(model))
             return
+        budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
+        others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+        common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "json_file": json_file}
         if any(option is not None for option in (gpus, tbt, gpus_per_server)):
-            budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
-            load: dict[str, object] = {
-                "prompt": prompt,
-                "output": output,
-                "tpot": tpot,
-                "batch": batch,
-            }
-            others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+            load = {"prompt": prompt, "output": output, "tpot": tpot, "batch": batch}
+            others |= {"prefill-apart": prefill_apart, "rate": rate}
             _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
             _plan_grids(
                 model,
@@ -177,57 +174,40 @@ def plan(
                 context=None if context is None else parse_tokens("context", context),
                 server_gpus=gpus_per_server,
                 machines=machine or (),
-                dtype=dtype,
-                kv_dtype=kv_dtype,
                 hardware=hardware,
                 top=top,
-                json_file=json_file,
+                **common,
             )
             return
+        common |= {"ttft_s": parse_seconds("ttft", ttft, "ms"), "tpot_ms": tpot}
         if prefill_apart is not None or rate is not None:
-            given: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
-            given |= {"batch": batch, "context": context, "hardware": hardware, "png": png_file}
-            _refuse(
-                given | {"disaggregated": disaggregated or None},
-                "cannot be used with prefill-apart",
-            )
-            _plan_parted(
-                model,
-                prefill_apart,
-                machine or [],
-                prompt,
-                output,
-                dtype=dtype,
-                kv_dtype=kv_dtype,
-                rate=rate,
-                ttft_s=parse_seconds("ttft", ttft, "ms"),
-                tpot_ms=tpot,
-                json_file=json_file,
-            )
+            others |= {"batch": batch, "context": context, "hardware": hardware}
+            _refuse(budget | others, "cannot be used with prefill-apart")
+            lengths = prompt, output
+            _plan_parted(model, prefill_apart, machine or [], lengths, rate=rate, **common)
             return
-        from bench.plan import run
-
-        result = run.run(
+        _plan_machines(
             model,
             hardware=hardware,
             machines=machine or (),
-            dtype=dtype,
-            kv_dtype=kv_dtype,
             prompt=prompt,
             output=output,
-            batches=whole_numbers("batch", batch) or run.BATCHES,
+            batches=whole_numbers("batch", batch),
             contexts=parse_token_list("context", context),
-            ttft_s=parse_seconds("ttft", ttft, "ms"),
-            tpot_ms=tpot,
             usd_per_h=usd_per_h,
             usd_per_m=usd_per_m,
             disaggregated=disaggregated,
             top=top,
-            json_file=json_file,
             png_file=png_file,
+            **common,
         )
-        if not run.is_served(result):
-            raise typer.Exit(NOT_SERVED)
+
+
+def _plan_machines(model: str, *, batches: Sequence[int] | None, **options: Any) -> None:
+    from bench.plan import run
+
+    if not run.is_served(run.run(model, batches=batches or run.BATCHES, **options)):
+        raise typer.Exit(NOT_SERVED)
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -251,10 +231,10 @@ def _plan_parted(
     model: str,
     parts: str | None,
     machines: list[str],
-    prompt: int | None,
-    output: int | None,
+    lengths: tuple[int | None, int | None],
     **options: Any,
 ) -> None:
+    """lengths: of prompt and answer; None has its default."""
     from bench.plan.run import OUTPUT, PROMPT
     from bench.simulate.fleet_figures import Mix
     from bench.simulate.parted_plan import parse_parts, run_parted
@@ -263,6 +243,7 @@ def _plan_parted(
         raise ConfigError("rate needs prefill-apart")
     if len(machines) != 1:
         raise ConfigError("prefill-apart needs exactly one machine")
+    prompt, output = lengths
     mix = Mix(PROMPT if prompt is None else prompt, OUTPUT if output is None else output)
     run_parted(model, parse_parts(parts), machine=machines[0], mix=mix, **options)
 
