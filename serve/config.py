@@ -139,7 +139,7 @@ class EngineSettings(KVEventOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(KVEventSettings):
-    """The settings of one engine; those of its events and peers' weights are in the base classes.
+    """The settings of one engine; those of its events, weights and peers are in the base classes.
 
     model: a Hugging Face directory, or "default" for the embedded model.
     tokenizer: a directory whose tokenizer and chat template take the place of the model's.

@@ -51,6 +51,7 @@ from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from serve.events.publisher import EventPublisher
+    from serve.loading.streaming.stream import WeightStream
     from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ class LoadedEngine:
     use_peer: Callable[[str], None] | None = None
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
+    weight_stream: WeightStream | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -195,6 +197,7 @@ def _load(
         use_peer=runtime.use_peer,
         peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
+        weight_stream=runtime.weight_stream,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

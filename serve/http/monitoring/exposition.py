@@ -22,13 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from serve.histogram import Histogram
-from serve.http.monitoring.metric_table import (
-    CACHE_INFO,
-    FORMER_USAGE,
-    SECTIONS,
-    MetricSources,
-    MetricSpec,
-)
+from serve.http.monitoring.metric_kinds import MetricSources, MetricSpec
+from serve.http.monitoring.metric_table import CACHE_INFO, FORMER_USAGE, SECTIONS
 
 __all__ = ["CONTENT_TYPE", "Exposition"]
 
@@ -87,7 +82,10 @@ class Exposition:
         charged = self._context.budget.num_bytes
         weights = engine.weight_stats()
         workers = engine.worker_bytes()
-        return MetricSources(stats, view, counters, cache, kept, workers, charged, weights)
+        streaming = engine.stream_stats()
+        return MetricSources(
+            stats, view, counters, cache, kept, workers, charged, weights, streaming
+        )
 
 
 def _family(spec: MetricSpec, name: str, labels: dict[str, str], sources: MetricSources) -> Metric:

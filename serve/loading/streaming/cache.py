@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from memory.tiers.direct_io import choose_io, open_block_file, open_direct
+from ops.cpu.heap import return_freed_memory
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.streaming.build import StreamedModel
 from serve.loading.streaming.division import Division
@@ -71,6 +72,7 @@ class StreamingCache:
         file = pack_to_file(
             candidates, identity, loaded, build, self.about_bytes, self.files.max_bytes
         )
+        return_freed_memory()
         try:
             return self._load(file, identity, loaded, build)
         except (DamagedCache, OSError) as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -12,21 +11,7 @@ from serve.loading.streaming.placement import Placement
 from serve.loading.streaming.reader import WeightReader
 from serve.loading.streaming.ring import Ring
 from serve.models.layers.blocks import Block
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStats:
-    """What /metrics shows. resident_bytes: the memory of all weights here, buffers included."""
-
-    resident_bytes: int
-    read_bytes: int
-    stalled_s: float
-    repeated: int
-    failed: int
-    expert_hits: int
-    expert_late: int
-    expert_misses: int
-    expert_guesses: int
+from serve.stream_stats import StreamStats
 
 
 class WeightStream:
