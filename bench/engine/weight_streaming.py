@@ -6,7 +6,7 @@ A model with random weights is served twice: with all weights in memory, and wit
     equal    whether all answers are those of the model in memory
     tok/s    tokens a second of decoding, in memory and with the share
     read     bytes a second that the steps read from the disk
-    disk     what the disk gives to direct reads of the same file, just before and just after
+    disk     what the disk gives to direct reads of the same bytes, just before and just after
     share    of the disk that the steps use
 
 The file is read past the page cache (O_DIRECT), so that it does not count; the anonymous memory of
@@ -43,7 +43,7 @@ from serve.loading.streaming.stream import WeightStream
 from serve.sampling_params import SamplingParams
 
 _PROMPT, _KV_BYTES = 8, 256 << 20
-_DISK_BYTES, _DISK_S = 4 << 30, 1.0
+_DISK_S = 1.0
 _MIXTURE_LAYERS = 4
 _READY_S = 300.0
 
@@ -115,11 +115,11 @@ def measure(
     answer(llm, requests, 2)
     if slots is not None:
         slots.on_use = lambda mixture, experts: trace.append((mixture, experts))
-    disk = [disk_speed(file, _DISK_BYTES, _DISK_S)]
+    disk = [disk_speed(file, stream.pieces, _DISK_S)]
     before = stream.stats()
     found = answer(llm, requests, tokens)
     after = stream.stats()
-    disk.append(disk_speed(file, _DISK_BYTES, _DISK_S))
+    disk.append(disk_speed(file, stream.pieces, _DISK_S))
     uses = [getattr(after, name) - getattr(before, name) for name in _EXPERT_COUNTS]
     return (
         Measured(
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace) -> list[Measured]:
     if args.llama_server:
         size = args.gguf.stat().st_size
         passes = sorted(first_pass_s(args.llama_server, args.gguf, 2) for _ in range(3))
-        disk = disk_speed(args.gguf, _DISK_BYTES, _DISK_S)
+        disk = disk_speed(args.gguf, (), _DISK_S)
         console.print(
             f"llama.cpp, first pass over {size / 1e6:,.0f} MB through mmap: {passes[1]:.2f} s,"
             f" {size / passes[1] / 1e6:,.0f} MB/s (direct reads {disk / 1e6:,.0f} MB/s)"

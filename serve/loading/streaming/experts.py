@@ -69,6 +69,10 @@ class ExpertSlots:
     def num_experts(self) -> int:
         return sum(map(len, self._units))
 
+    @property
+    def all_units(self) -> list[Unit]:
+        return [unit for units in self._units for unit in units]
+
     def first_content(self) -> list[tuple[int, int]]:
         """Returns the mixture and the expert of each slot at the start."""
         every = [

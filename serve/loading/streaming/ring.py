@@ -20,7 +20,7 @@ class Ring:
 
     def __init__(self, reader: WeightReader, units: Sequence[Unit], buffers: Sequence[int]) -> None:
         """buffers: the addresses of the buffers, each of which takes every unit."""
-        self._reader, self._units, self._buffers = reader, units, buffers
+        self._reader, self._buffers, self.units = reader, buffers, units
         self._content: list[int | None] = [None] * len(buffers)
         self._fetches: list[Fetch | None] = [None] * len(buffers)
         self._users = [0] * len(units)
@@ -31,7 +31,7 @@ class Ring:
 
     def start(self) -> None:
         """Begins to read the first units."""
-        for number in range(min(len(self._buffers), len(self._units))):
+        for number in range(min(len(self._buffers), len(self.units))):
             self._load(number)
 
     @contextmanager
@@ -64,7 +64,7 @@ class Ring:
         self._users[number] -= 1
         if not self._users[number]:
             after = number + len(self._buffers)
-            self._load(after if after < len(self._units) else number % len(self._buffers))
+            self._load(after if after < len(self.units) else number % len(self._buffers))
 
     def _load(self, number: int) -> None:
         buffer = number % len(self._buffers)
@@ -75,4 +75,4 @@ class Ring:
         if fetch is not None:  # what was read ahead is not needed
             fetch.join()
         self._content[buffer] = number
-        self._fetches[buffer] = self._reader.fetch(self._units[number], self._buffers[buffer])
+        self._fetches[buffer] = self._reader.fetch(self.units[number], self._buffers[buffer])

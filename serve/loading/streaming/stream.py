@@ -10,6 +10,7 @@ from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.placement import Placement
 from serve.loading.streaming.reader import WeightReader
 from serve.loading.streaming.ring import Ring
+from serve.loading.streaming.units import Piece
 from serve.models.layers.blocks import Block
 from serve.stream_stats import StreamStats
 
@@ -42,6 +43,14 @@ class WeightStream:
             else:
                 with self.ring.using(number):
                     yield block
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What a step reads from the disk, and all experts."""
+        units = [] if self.ring is None else list(self.ring.units)
+        for slots in self.slots:
+            units += slots.all_units
+        return [piece for unit in units for piece in unit.pieces]
 
     def stats(self) -> StreamStats:
         read, experts = self.reader.stats, [each.stats for each in self.slots]
