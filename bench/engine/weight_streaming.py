@@ -12,20 +12,16 @@ A model with random weights is served twice: with all weights in memory, and wit
 The file is read past the page cache (O_DIRECT), so that it does not count; the anonymous memory of
 the process is shown. `--mixture` takes a mixture of experts, of which half fit, and compares the
 experts that were in memory with what LRU and the best policy of all would have had there.
-`--llama-server` and `--gguf` measure the first pass of llama.cpp over the same weights in a file
-that is in no cache: with less memory than weights, each of its passes reads most of them so.
+`--llama-server` and `--gguf` measure passes of llama.cpp over the same weights, which are dropped
+from memory before each pass (mapped_server.py): with less memory than weights, it reads most so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
-import subprocess
 import tempfile
 import time
-import urllib.request
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -36,16 +32,17 @@ from rich.table import Table
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
 from bench.engine.expert_traces import Access, lru_hits, oracle_hits
+from bench.engine.mapped_server import MappedServer
 from serve.engine.llm import LLM
 from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.stream import WeightStream
+from serve.machine import usable_processors
 from serve.sampling_params import SamplingParams
 
 _PROMPT, _KV_BYTES = 8, 256 << 20
 _DISK_S = 1.0
 _MIXTURE_LAYERS = 4
-_READY_S = 300.0
 
 
 @dataclass(slots=True)
@@ -163,39 +160,21 @@ def anonymous_bytes() -> int:
     return 0
 
 
-def first_pass_s(server: str, gguf: Path, threads: int) -> float:
-    """Returns the seconds of llama.cpp's first pass over weights that are in no cache."""
-    fd = os.open(gguf, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [server, "-m", str(gguf), "--port", str(port), "-np", "1", "-c", "512"]
-    command += ["-t", str(threads), "--no-warmup", "--no-webui", "--no-repack"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        due = time.monotonic() + _READY_S
-        while True:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=1).read()
-                break
-            except OSError:
-                if time.monotonic() > due or process.poll() is not None:
-                    raise RuntimeError("llama-server did not start") from None
-                time.sleep(0.05)
-        body = {"prompt": [5], "n_predict": 1, "temperature": 0, "cache_prompt": False}
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/completion",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        began = time.perf_counter()
-        urllib.request.urlopen(request).read()
-        return time.perf_counter() - began
-    finally:
-        process.terminate()
-        process.wait()
+def beside(console: Console, program: str, gguf: Path, counts: Sequence[int]) -> None:
+    """Measures passes of llama.cpp over weights that are on the disk."""
+    size = gguf.stat().st_size
+    table = Table("llama.cpp, requests", "cold pass s", "read MB/s", "tok/s", "disk MB/s")
+    for count in counts:
+        server = MappedServer(program, gguf, usable_processors(), count)
+        try:
+            passes = sorted(server.cold_pass_s(count) for _ in range(3))
+        finally:
+            server.close()
+        disk, middle = disk_speed(gguf, (), _DISK_S), passes[1]
+        cells = f"{count} {middle:.2f} {size / middle / 1e6:,.0f} {count / middle:.2f}".split()
+        table.add_row(*cells, f"{disk / 1e6:,.0f}")
+    console.print(f"llama.cpp maps {size / 1e6:,.0f} MB")
+    console.print(table)
 
 
 def run(args: argparse.Namespace) -> list[Measured]:
@@ -231,13 +210,7 @@ def run(args: argparse.Namespace) -> list[Measured]:
         llm.shutdown()
     console.print(as_table(found))
     if args.llama_server:
-        size = args.gguf.stat().st_size
-        passes = sorted(first_pass_s(args.llama_server, args.gguf, 2) for _ in range(3))
-        disk = disk_speed(args.gguf, (), _DISK_S)
-        console.print(
-            f"llama.cpp, first pass over {size / 1e6:,.0f} MB through mmap: {passes[1]:.2f} s,"
-            f" {size / passes[1] / 1e6:,.0f} MB/s (direct reads {disk / 1e6:,.0f} MB/s)"
-        )
+        beside(console, args.llama_server, args.gguf, counts)
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
     return found
