@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 
+WEIGHTS_LOST = "weights cannot be read from the disk; try again later"
 GROUP_LOST = "a rank of the model is lost; try again later"
 
 
