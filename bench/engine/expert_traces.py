@@ -30,6 +30,27 @@ def lru_hits(trace: Sequence[Access], slots: int, start: Sequence[Expert] = ()) 
     return hits / max(1, uses)
 
 
+def heat_hits(
+    trace: Sequence[Access], slots: int, start: Sequence[Expert] = (), decay: float = 0.99
+) -> float:
+    """Returns the share of uses that are in memory if what was used least often is dropped; uses
+    count less with every step."""
+    kept = set(list(start)[:slots])
+    heat: dict[Expert, float] = dict.fromkeys(kept, 0.0)
+    hits = uses = step = 0
+    for mixture, experts in trace:
+        step += mixture == 0  # older uses lose weight, as newer ones gain it
+        names = [(mixture, expert) for expert in experts]
+        for name in names:
+            heat[name] = heat.get(name, 0.0) + decay**-step
+        missing = [name for name in names if name not in kept]
+        hits, uses = hits + len(names) - len(missing), uses + len(names)
+        kept |= set(missing)
+        coldest = sorted(kept - set(names), key=lambda name: heat[name])
+        kept -= set(coldest[: max(0, len(kept) - slots)])
+    return hits / max(1, uses)
+
+
 def oracle_hits(trace: Sequence[Access], slots: int, start: Sequence[Expert] = ()) -> float:
     """Returns the share of uses that are in memory if what is used again last is dropped."""
     flat = [(mixture, expert) for mixture, experts in trace for expert in experts]

@@ -8,6 +8,8 @@ A model with random weights is served twice: with all weights in memory, and wit
     read     bytes a second that the steps read from the disk
     disk     what the disk gives to direct reads of the same bytes, just before and just after
     share    of the disk that the steps use
+    hits     of experts in memory when they were used, read ahead or not; heat, LRU, oracle: what
+             the server's policy and two others would have without reading ahead
 
 The file is read past the page cache (O_DIRECT), so that it does not count; the anonymous memory of
 the process is shown. `--mixture` takes a mixture of experts, of which half fit, and compares the
@@ -31,10 +33,9 @@ from rich.table import Table
 
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
-from bench.engine.expert_traces import Access, lru_hits, oracle_hits
+from bench.engine.expert_traces import Access, Expert, heat_hits, lru_hits, oracle_hits
 from bench.engine.mapped_server import MappedServer
 from serve.engine.llm import LLM
-from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.stream import WeightStream
 from serve.machine import usable_processors
@@ -58,6 +59,7 @@ class Measured:
     disk_s: float
     stalled: float
     hits: float | None = None
+    heat: float | None = None
     lru: float | None = None
     oracle: float | None = None
 
@@ -76,8 +78,12 @@ def prompts(requests: int) -> list[list[int]]:
     return [[(7 * i + 31 * number) % 900 + 5 for i in range(_PROMPT)] for number in range(requests)]
 
 
-def answer(llm: LLM, requests: int, tokens: int) -> Answers:
-    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+def answer(llm: LLM, requests: int, tokens: int, *, is_drawn: bool) -> Answers:
+    """is_drawn: tokens are drawn, as the most probable ones of random weights soon repeat."""
+    params = [
+        SamplingParams(max_tokens=tokens, temperature=float(is_drawn), seed=number, ignore_eos=True)
+        for number in range(requests)
+    ]
     began = time.perf_counter()
     found = llm.generate(prompts(requests), params, use_tqdm=False)
     seconds = time.perf_counter() - began
@@ -104,17 +110,18 @@ def stream_of(llm: LLM) -> WeightStream:
 
 
 def measure(
-    llm: LLM, file: Path, requests: int, tokens: int, memory: Answers
-) -> tuple[Measured, list[Access], ExpertSlots | None]:
+    llm: LLM, file: Path, requests: int, args: argparse.Namespace, memory: Answers
+) -> tuple[Measured, list[Access], list[Expert]]:
     """Measures one number of requests, with the disk's bandwidth before and after."""
-    stream, trace = stream_of(llm), []
-    slots = stream.slots[0] if stream.slots else None
-    answer(llm, requests, 2)
-    if slots is not None:
+    stream, tokens, start = stream_of(llm), args.tokens, []
+    trace: list[Access] = []
+    answer(llm, requests, 2, is_drawn=args.mixture)
+    for slots in stream.slots[:1]:
+        start = slots.content()
         slots.on_use = lambda mixture, experts: trace.append((mixture, experts))
     disk = [disk_speed(file, stream.pieces, _DISK_S)]
     before = stream.stats()
-    found = answer(llm, requests, tokens)
+    found = answer(llm, requests, tokens, is_drawn=args.mixture)
     after = stream.stats()
     disk.append(disk_speed(file, stream.pieces, _DISK_S))
     uses = [getattr(after, name) - getattr(before, name) for name in _EXPERT_COUNTS]
@@ -131,7 +138,7 @@ def measure(
             uses[0] / sum(uses) if sum(uses) else None,
         ),
         trace,
-        slots,
+        start,
     )
 
 
@@ -182,6 +189,7 @@ def run(args: argparse.Namespace) -> list[Measured]:
     model = mixture_checkpoint() if args.mixture else random_checkpoint(args.model)
     counts = [int(each) for each in args.requests.split(",")]
     found: list[Measured] = []
+    traces: dict[int, object] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         packed = Path(name)
         whole = open_model(model, packed, 1 << 40)  # packs, all in memory
@@ -189,16 +197,19 @@ def run(args: argparse.Namespace) -> list[Measured]:
         file = packed_file(packed)
         memory = {}
         for count in counts:
-            answer(whole, count, 2)
-            memory[count] = answer(whole, count, args.tokens)
+            answer(whole, count, 2, is_drawn=args.mixture)
+            memory[count] = answer(whole, count, args.tokens, is_drawn=args.mixture)
         whole.shutdown()
         del whole
         share = args.share or (0.5 if args.mixture else 1 / 3)
         llm = open_model(model, packed, int(total * share))
         for count in counts:
-            one, trace, slots = measure(llm, file, count, args.tokens, memory[count])
+            one, trace, found_at_start = measure(llm, file, count, args, memory[count])
+            slots = stream_of(llm).slots[0] if trace else None
             if slots is not None:
-                start = slots.first_content()
+                start = found_at_start
+                one.heat = heat_hits(trace, slots.num_slots, start)
+                traces[count] = {"slots": slots.num_slots, "start": start, "trace": trace}
                 one.lru = lru_hits(trace, slots.num_slots, start)
                 one.oracle = oracle_hits(trace, slots.num_slots, start)
             found.append(one)
@@ -211,6 +222,8 @@ def run(args: argparse.Namespace) -> list[Measured]:
     console.print(as_table(found))
     if args.llama_server:
         beside(console, args.llama_server, args.gguf, counts)
+    if args.trace:
+        args.trace.write_text(json.dumps(traces))
     if args.json:
         args.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
     return found
@@ -220,7 +233,7 @@ def as_table(found: Sequence[Measured]) -> Table:
     names = ["requests", "equal", "tok/s in memory", "tok/s", "step ms", "read MB/s", "disk MB/s"]
     names += ["share", "stalled"]
     if found and found[0].hits is not None:
-        names += ["hits", "LRU", "oracle"]
+        names += ["hits", "heat", "LRU", "oracle"]
     table = Table(*names)
     for one in found:
         cells = [
@@ -234,8 +247,8 @@ def as_table(found: Sequence[Measured]) -> Table:
             f"{one.share:.0%}",
             f"{one.stalled:.0%}",
         ]
-        if one.hits is not None and one.lru is not None and one.oracle is not None:
-            cells += [f"{each:.1%}" for each in (one.hits, one.lru, one.oracle)]
+        rates = (one.hits, one.heat, one.lru, one.oracle)
+        cells += [f"{each:.1%}" for each in rates if each is not None]
         table.add_row(*cells)
     return table
 
@@ -250,6 +263,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="on the disk that is measured")
     parser.add_argument("--llama-server", help="the program of llama.cpp")
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
+    parser.add_argument("--trace", type=Path, help="where the experts that were used are written")
     parser.add_argument("--json", type=Path, help="where the figures are written")
     run(parser.parse_args())
 

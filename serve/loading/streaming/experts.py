@@ -83,6 +83,10 @@ class ExpertSlots:
         ]
         return every[: self.num_slots]
 
+    def content(self) -> list[tuple[int, int]]:
+        """Returns the mixtures and experts that are in memory now."""
+        return [(int(mixture), int(expert)) for mixture, expert in self._owner if mixture >= 0]
+
     def fill(self, slot: int, mixture: int, expert: int) -> None:
         """Notes that a slot has an expert, which somebody has read."""
         self._slot_of[mixture, expert] = slot

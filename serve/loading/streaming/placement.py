@@ -76,7 +76,8 @@ class Placement:
 def least_bytes(needs: Needs) -> int:
     """Returns the least memory with which a model can be computed."""
     slots = sum(each.min_slots * each.slot_bytes for each in needs.mixtures)
-    return needs.fixed_bytes + needs.row_bytes + MIN_BUFFERS * max(needs.units, default=0) + slots
+    layers = min(sum(needs.units), MIN_BUFFERS * max(needs.units, default=0))
+    return needs.fixed_bytes + needs.row_bytes + layers + slots
 
 
 def place(needs: Needs, budget: int) -> Placement:

@@ -1,5 +1,5 @@
-"""A disk that fails, a file that changes and a process that is killed: a clear error or another try,
-never a wrong token, and nothing is left over."""
+"""A disk that fails, a file that changes and a process that is killed: a clear error or another
+try, never a wrong token, and nothing is left over."""
 
 from __future__ import annotations
 
@@ -103,8 +103,7 @@ def test_one_that_fails_again_and_again_is_an_error_and_heals(
     rig.files[0].fault = lambda _: fault
     for _ in range(4):
         with pytest.raises(WeightsLostError, match=r"cannot be read from .*\.packed: "):
-            results = [run(model, IDS) for _ in range(3)]  # what was read before may suffice once
-            assert all(torch.equal(one, rig.want) for one in results)
+            run_thrice(model, rig.want)  # what was read before may suffice once
     stats = stream_of(model).stats()
     assert stats.failed > 0 and stats.repeated >= (MAX_TRIES - 1) * stats.failed
     rig.files[0].fault = lambda _: None
@@ -121,6 +120,11 @@ def test_one_unit_that_fails_does_not_spoil_the_others(
     outcomes = [attempt(model) for _ in range(20)]
     assert all(torch.equal(one, rig.want) for one in outcomes if one is not None)
     assert any(one is not None for one in outcomes)
+
+
+def run_thrice(model: Decoder, want: Tensor) -> None:
+    for _ in range(3):
+        assert torch.equal(run(model, IDS), want)
 
 
 def attempt(model: Decoder) -> Tensor | None:
@@ -182,7 +186,7 @@ def test_a_full_disk_is_an_error_that_names_the_setting(
     for name in ("posix_fallocate", "fdatasync"):
         with monkeypatch.context() as patch:
             patch.setattr(packing.os, name, full)
-            with pytest.raises(ConfigError, match="packed_cache: .*No space left on device"):
+            with pytest.raises(ConfigError, match=r"packed_cache: .*No space left on device"):
                 start(path, streaming(1 << 30))
         folder = path / folders.BESIDE
         assert not list(folder.glob(f"*{folders.UNFINISHED}")) and not kept(path)
