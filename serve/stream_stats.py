@@ -21,3 +21,4 @@ class StreamStats:
     expert_late: int
     expert_misses: int
     expert_guesses: int
+    expert_used_guesses: int

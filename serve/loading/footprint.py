@@ -210,7 +210,7 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
 def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> int:
     """Returns about how many bytes the packed weights take."""
     checkpoint = None if spec.packed is None else open_checkpoint(config.model_path, spec)
-    return int(1.02 * weight_bytes(config, spec, precision, checkpoint).total) + (64 << 20)
+    return int(1.02 * weight_bytes(config, spec, precision, checkpoint).total)
 
 
 def _refusal(config: EngineConfig, precision: Precision) -> str | None:

@@ -35,4 +35,6 @@ STREAMING = (
                " since they were guessed, or on the disk.", _experts, ("found",)),
     MetricSpec("counter", "weights_expert_guesses", "Experts read ahead for the next layer.",
                lambda r: _of(r, "expert_guesses")),
+    MetricSpec("counter", "weights_expert_guesses_used", "Those of them that it used.",
+               lambda r: _of(r, "expert_used_guesses")),
 )  # fmt: skip

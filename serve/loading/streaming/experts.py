@@ -19,7 +19,9 @@ from ops.backend import ExpertsOp, Router, Routing
 from serve.loading.streaming.reader import Fetch, WeightReader
 from serve.loading.streaming.units import Unit
 
-_DECAY = 0.99  # of how often an expert was used, per step
+_DECAY = 0.95  # of how often an expert was used, per step
+_LEAST_PRECISION = 0.5  # a wrong guess costs a read, which the next expert waits for
+_LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
 Ints = np.ndarray
 
@@ -27,12 +29,14 @@ Ints = np.ndarray
 @dataclass(slots=True)
 class ExpertStats:
     """How the experts that steps used were found, each once a step. hits: in memory; late: on their
-    way, since they were guessed; misses: on the disk. guesses: experts that were read ahead."""
+    way, since they were guessed; misses: on the disk. guesses: experts that were read ahead;
+    used_guesses: those of them that were used."""
 
     hits: int = 0
     late: int = 0
     misses: int = 0
     guesses: int = 0
+    used_guesses: int = 0
 
 
 class ExpertSlots:
@@ -57,7 +61,10 @@ class ExpertSlots:
         self._owner = np.full((len(addresses), 2), -1, np.int32)
         self._heat = np.zeros((len(units), width), np.float64)
         self._fetches: dict[int, Fetch] = {}
-        self._guessed: Ints = np.empty(0, np.int32)  # slots of what was read ahead last
+        # slots of what was read ahead last, and the mixture and experts that were not there
+        self._guessed: Ints = np.empty(0, np.int32)
+        self._ahead: tuple[int, Ints] = -1, np.empty(0, np.int32)
+        self._precision, self._is_read = 1.0, False  # of guesses that were not in memory
         self.stats = ExpertStats()
         self.on_use: Callable[[int, list[int]], None] | None = None  # for measurements
 
@@ -130,15 +137,29 @@ class ExpertSlots:
         self.stats.misses += misses
         self.stats.late += late
         self.stats.hits += len(wanted) - misses - late
+        self._judge(mixture, wanted)
         if self.on_use is not None:
             self.on_use(mixture, wanted.tolist())
 
-    def _read_ahead(self, mixture: int, experts: Ints, now: int, used: Ints) -> None:
-        """Reads what the next mixture will probably use, beside what is used now."""
-        if len(experts) + len(used) > self.num_slots:
+    def _judge(self, mixture: int, wanted: Ints) -> None:
+        """Learns how many of the guesses come true, whether they were read or not."""
+        guessed, missing = self._ahead
+        if guessed != mixture or not len(missing):
             return
-        missing = int((self._slot_of[mixture, experts] < 0).sum())
-        self.stats.guesses += missing
+        used = int(np.isin(missing, wanted).sum())
+        if self._is_read:
+            self.stats.used_guesses += used
+        weight = min(1.0, _LEARNING * len(missing))
+        self._precision += weight * (used / len(missing) - self._precision)
+
+    def _read_ahead(self, mixture: int, experts: Ints, now: int, used: Ints) -> None:
+        """Reads what the next mixture will probably use, beside what is used now, as long as most
+        guesses come true."""
+        self._ahead = mixture, experts[self._slot_of[mixture, experts] < 0]
+        self._is_read = self._precision >= _LEAST_PRECISION
+        if not self._is_read or len(experts) + len(used) > self.num_slots:
+            return
+        self.stats.guesses += len(self._ahead[1])
         used_slots = self._slot_of[now, used]
         self._bring(mixture, experts, experts, used_slots)
         self._guessed = self._slot_of[mixture, experts]

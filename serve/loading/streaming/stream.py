@@ -64,6 +64,7 @@ class WeightStream:
             sum(each.late for each in experts),
             sum(each.misses for each in experts),
             sum(each.guesses for each in experts),
+            sum(each.used_guesses for each in experts),
         )
 
     @property
