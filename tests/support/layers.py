@@ -204,6 +204,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     ),
     "bench/plan": ("bench/common",),
     "bench/gpu": ("bench/common",),
+    "bench/streaming": ("bench/common",),
     "bench/offline": ("bench/common", "bench/load"),
     "bench/engine": ("bench/common", "bench/load"),
     "bench/kernels": ("bench/common", "bench/load"),

@@ -10,7 +10,6 @@ from serve.engine.stats import EngineStats, WeightStats
 from serve.histogram import Histogram
 from serve.http.edge.counters import HttpCounters
 from serve.kept import Kept
-from serve.stream_stats import StreamStats
 
 if TYPE_CHECKING:
     from serve.engine.core_view import CoreView
@@ -23,7 +22,8 @@ Value = float | None | Histogram | Sampled
 class MetricSources:
     """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
     what is kept between requests, by name. workers: resident bytes of the child processes.
-    charged_bytes: see memory_budget.py."""
+    charged_bytes: see memory_budget.py. streaming: of
+    weights that are read from the disk, by name."""
 
     stats: EngineStats
     view: CoreView
@@ -33,7 +33,7 @@ class MetricSources:
     workers: dict[str, int]
     charged_bytes: int
     weights: WeightStats | None = None
-    streaming: StreamStats | None = None
+    streaming: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,20 @@ from serve.http.monitoring.metric_kinds import MetricSources, MetricSpec, Sample
 
 
 def _of(sources: MetricSources, name: str) -> float | None:
-    return None if sources.streaming is None else float(getattr(sources.streaming, name))
+    return None if sources.streaming is None else sources.streaming[name]
 
 
 def _problems(sources: MetricSources) -> Sampled:
     found = sources.streaming
-    return [] if found is None else by({"repeated": found.repeated, "failed": found.failed})
+    return [] if found is None else by({kind: found[kind] for kind in ("repeated", "failed")})
 
 
 def _experts(sources: MetricSources) -> Sampled:
     found = sources.streaming
     if found is None:
         return []
-    return by({"hit": found.expert_hits, "late": found.expert_late, "miss": found.expert_misses})
+    names = {"hit": "expert_hits", "late": "expert_late", "miss": "expert_misses"}
+    return by({label: found[name] for label, name in names.items()})
 
 
 STREAMING = (

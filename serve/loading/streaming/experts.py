@@ -20,7 +20,7 @@ from serve.loading.streaming.reader import Fetch, WeightReader
 from serve.loading.streaming.units import Unit
 
 _DECAY = 0.95  # of how often an expert was used, per step
-_LEAST_PRECISION = 0.5  # a wrong guess costs a read, which the next expert waits for
+_LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
 _LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
 Ints = np.ndarray

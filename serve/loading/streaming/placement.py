@@ -164,17 +164,21 @@ class Speeds:
     memory: float
 
 
-def expected_step_s(
-    needs: Needs, placement: Placement, speeds: Speeds, rows: int = 1, hit_rate: float | None = None
-) -> float:
-    """Returns the seconds of a step of so many decode rows. hit_rate: of experts; None: as if each
-    were used equally often, which measured frequencies only better."""
+def bytes_of_step(needs: Needs, placement: Placement, rows: int = 1) -> tuple[float, float]:
+    """Returns the bytes that a step of so many decode rows reads from the disk, and those that it
+    computes with. Experts count as if each were used equally often, which measured frequencies
+    only better."""
     read = float(placement.streamed_bytes)
     used = float(needs.fixed_bytes + sum(needs.units))
     for slots, each in zip(placement.slots, needs.mixtures, strict=True):
         for count in each.num_experts:
             drawn = count * (1 - (1 - each.top_k / count) ** rows)
-            missed = 1 - (slots / each.total if hit_rate is None else hit_rate)
-            read += drawn * each.slot_bytes * missed
+            read += drawn * each.slot_bytes * (1 - slots / each.total)
             used += drawn * each.slot_bytes
+    return read, used
+
+
+def expected_step_s(needs: Needs, placement: Placement, speeds: Speeds, rows: int = 1) -> float:
+    """Returns the seconds of a step of so many decode rows."""
+    read, used = bytes_of_step(needs, placement, rows)
     return max(read / speeds.disk, used / speeds.memory)

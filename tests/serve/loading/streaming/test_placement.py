@@ -123,4 +123,3 @@ def test_the_expected_time_is_that_of_the_slower_one() -> None:
     assert one == pytest.approx(3 * 2 * 0.5)  # three mixtures, two experts each, half of them here
     many = expected_step_s(experts, made, Speeds(disk=100, memory=1e9), rows=1000)
     assert many == pytest.approx(3 * 8 * 0.5)
-    assert expected_step_s(experts, made, Speeds(100, 1e9), hit_rate=1.0) < 1e-3

@@ -1,4 +1,4 @@
-"""Models beyond their memory: python -m bench.engine.weight_streaming.
+"""Models beyond their memory: python -m bench.streaming.run.
 
 A model with random weights is served twice: with all weights in memory, and with a third of that
 (`--share`) for all weights, buffers included. Measured for each number of requests at once are
@@ -33,8 +33,8 @@ from rich.table import Table
 
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
-from bench.engine.expert_traces import Access, Expert, heat_hits, lru_hits, oracle_hits
-from bench.engine.mapped_server import MappedServer
+from bench.streaming.expert_traces import Access, Expert, heat_hits, lru_hits, oracle_hits
+from bench.streaming.mapped_server import MappedServer
 from serve.engine.llm import LLM
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.stream import WeightStream
