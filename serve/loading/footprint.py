@@ -187,7 +187,7 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
     """Returns the most memory of all weights; None: they are in memory. ConfigError if they do not
     fit and cannot be read from the disk in every step."""
     if config.weight_memory_bytes is not None:
-        return config.weight_memory_bytes
+        return min(config.weight_memory_bytes, free_memory(precision))
     try:
         check_weights_fit(config, spec, precision)
     except ConfigError:

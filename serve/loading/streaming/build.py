@@ -30,6 +30,7 @@ from serve.models.packed_cache.region import huge_pages
 from serve.models.packed_cache.writer import round_up
 
 _HUGE_FROM = 1 << 20
+_MAX_PINNED = 512 << 20  # bytes in one piece; the kernel takes at most 1 GiB
 
 
 class StreamedModel:
@@ -179,7 +180,8 @@ class StreamedModel:
         """Makes what reads the file, which it owns."""
         reader = WeightReader(path, file, self._checksums)
         slots = [group.memory for group in self._division.groups if group.memory is not None]
-        reader.register([(part.data_ptr(), part.nbytes) for part in (*self._buffers, *slots)])
+        parts = [part for whole in (*self._buffers, *slots) for part in whole.split(_MAX_PINNED)]
+        reader.register([(part.data_ptr(), part.nbytes) for part in parts])
         if self._streamed:
             buffers = [buffer.data_ptr() for buffer in self._buffers]
             self._ring = Ring(reader, self._streamed, buffers)

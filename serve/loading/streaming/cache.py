@@ -12,6 +12,7 @@ from typing import TypeVar
 
 from memory.tiers.direct_io import choose_io, open_block_file, open_direct
 from ops.cpu.heap import return_freed_memory
+from serve import read_ahead
 from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.streaming.build import StreamedModel
 from serve.loading.streaming.division import Division
@@ -55,6 +56,7 @@ class StreamingCache:
         build: Callable[[TensorSource], T],
     ) -> T:
         """Returns a DecoderWeights whose `stream` reads what is not in memory."""
+        read_ahead.end()  # it would fill the page cache with what is read past it
         identity = self.files.identity(checkpoint, settings)
         if identity is None:
             raise ConfigError("weight_memory_bytes: the checkpoint's files cannot be read")
