@@ -180,8 +180,13 @@ class StreamedModel:
         """Makes what reads the file, which it owns."""
         reader = WeightReader(path, file, self._checksums)
         slots = [group.memory for group in self._division.groups if group.memory is not None]
-        parts = [part for whole in (*self._buffers, *slots) for part in whole.split(_MAX_PINNED)]
-        reader.register([(part.data_ptr(), part.nbytes) for part in parts])
+        reader.register(
+            [
+                (whole.data_ptr() + at, min(_MAX_PINNED, whole.nbytes - at))
+                for whole in (*self._buffers, *slots)
+                for at in range(0, whole.nbytes, _MAX_PINNED)
+            ]
+        )
         if self._streamed:
             buffers = [buffer.data_ptr() for buffer in self._buffers]
             self._ring = Ring(reader, self._streamed, buffers)
