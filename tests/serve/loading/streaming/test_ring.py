@@ -66,7 +66,8 @@ def make(units: int, buffers: int) -> tuple[Ring, HeldFile]:
 def step(ring: Ring, units: Sequence[int]) -> None:
     for number in units:
         with ring.using(number):
-            pass
+            buffers = len(ring._buffers)
+            assert ring._content[number % buffers] == number, "another unit is in the buffer"
 
 
 @pytest.mark.parametrize(("units", "buffers"), [(5, 2), (6, 3), (7, 3), (8, 3), (3, 3), (9, 4)])
