@@ -17,7 +17,14 @@ from serve.errors import ConfigError, ModelLoadError, reason
 from serve.loading.streaming.build import StreamedModel
 from serve.loading.streaming.division import Division
 from serve.loading.streaming.packing import pack_to_file
-from serve.loading.streaming.placement import Needs, Placement, Speeds, expected_step_s, place
+from serve.loading.streaming.placement import (
+    Needs,
+    Placement,
+    Speeds,
+    bytes_of_step,
+    expected_step_s,
+    place,
+)
 from serve.loading.streaming.speeds import measure_speeds
 from serve.loading.streaming.units import UnitNotes
 from serve.models.checkpoint import Checkpoint
@@ -124,11 +131,11 @@ class StreamingCache:
         step_s = expected_step_s(needs, placement, speeds)
         many_s = expected_step_s(needs, placement, speeds, rows=8)
         logger.info(
-            "weights: %s of %s in memory, a step reads %s and experts from the disk at %s/s:"
-            " about %.2f tokens a second for one request, %.1f for 8 at once",
+            "weights: %s of %s in memory, a step of one row reads %s from the disk at %s/s: about"
+            " %.2f tokens a second for one request, %.1f for 8 at once",
             format_memory(placement.num_bytes),
             format_memory(needs.total),
-            format_memory(placement.streamed_bytes),
+            format_memory(int(bytes_of_step(needs, placement)[0])),
             format_memory(int(speeds.disk)),
             1 / step_s,
             8 / many_s,
