@@ -301,6 +301,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "weights_listen": Option(MODEL, "Address where other replicas pull the weights.", "URL"),
     "weights_key_file": Option(MODEL, "Their secret; default: kv_peer_key_file.", "FILE"),
     "weights_rate_bytes": Option(MODEL, "The most weights given a second.", is_size=True),
+    "weight_memory_bytes": Option(MODEL, "The most memory of all weights.", is_size=True),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {
