@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Unpack
@@ -169,11 +168,6 @@ class Engine:
             return None
         served = peers.stats()
         return WeightStats(*peers.pulled, served.served_bytes, served.peers, served.refused)
-
-    def stream_stats(self) -> Mapping[str, float] | None:
-        """Returns the numbers of weights that are read from the disk; None: all are in memory."""
-        stream = self.loaded.weight_stream
-        return None if stream is None else asdict(stream.stats())
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
         """Starts a trace of all steps from now on, of which the last max_steps are kept. 0 ends

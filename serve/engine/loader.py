@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memory.attention.evicting import EvictingAttention
 from memory.kv_memory import KVMemory
 from memory.prefix.block_recorder import BlockRecorder
 from memory.prefix.cache import PrefixCache
@@ -31,7 +30,6 @@ from serve.engine.pools import ComputeThread
 from serve.engine.request_limits import RequestLimits
 from serve.engine.text_loader import LoadedText, TextLoading, check_same_ids
 from serve.errors import EngineStoppedError, ModelLoadError, RequestError
-from serve.eviction.scheduler import EvictingScheduler
 from serve.loading.draft_model import DraftWeights, draft_path, load_draft_weights
 from serve.loading.precision import Precision, choose_backend
 from serve.loading.runtime import Runtime, load_runtime
@@ -164,7 +162,7 @@ def _load(
     if runner is None:
         runner = _local_runner(runtime, prediction.reader, head)
     limits = _limits_of(config, runtime, tokenizer)
-    scheduler = _scheduler_of(parts, runtime)(
+    scheduler = _scheduler_of(config, parts, runtime)(
         SchedulerLimits.of(config),
         kv,
         make_policy(config.memory_policy, kv, batched, prediction.predictor),
@@ -206,11 +204,15 @@ def _load(
     )
 
 
-def _scheduler_of(parts: Parts, runtime: Runtime) -> Callable[..., Scheduler]:
+def _scheduler_of(config: EngineConfig, parts: Parts, runtime: Runtime) -> Callable[..., Scheduler]:
     """Returns what makes the scheduler."""
-    if isinstance(runtime.attention, EvictingAttention):
-        return functools.partial(EvictingScheduler, eviction=runtime.attention)
-    return parts.scheduler
+    if config.policy is None or not config.policy.evicts:
+        return parts.scheduler
+    from memory.attention.evicting import EvictingAttention  # only policies need them
+    from serve.eviction.scheduler import EvictingScheduler
+
+    assert isinstance(runtime.attention, EvictingAttention)
+    return functools.partial(EvictingScheduler, eviction=runtime.attention)
 
 
 def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> RequestLimits:

@@ -11,8 +11,6 @@ from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.attention.tiled import TiledKVLayout
 from memory.attention.token_stores import PlainTokens, TiledTokens, TokenStore
-from memory.evicting_kv import EvictingKV
-from memory.kv_manager import KVManager
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
@@ -64,11 +62,6 @@ def check_layers(
             raise ConfigError(f"{name} cannot be used with {model_type}, which has {problem}")
 
 
-def manager_of(config: EngineConfig) -> type[KVManager]:
-    """Returns the class of the K/V memory."""
-    return EvictingKV if config.policy is not None and config.policy.evicts else KVManager
-
-
 def with_eviction(
     config: EngineConfig,
     spec: ModelSpec,
@@ -76,10 +69,9 @@ def with_eviction(
     layout: Layout,
     address: int,
 ) -> PlannedAttention:
-    """Returns local attention over K/V at `address` that drops tokens, if the policy does."""
+    """Returns local attention over K/V at `address` that drops tokens, as the policy does."""
     policy = config.policy
-    if policy is None or not policy.evicts:
-        return inner
+    assert policy is not None and policy.evicts
     max_len = config.max_model_len or spec.max_model_len
     check_layers(f"kv_policy {policy.name}", spec.model_type, layout.layers, max_len)
     store: TokenStore

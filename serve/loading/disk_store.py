@@ -1,4 +1,5 @@
-"""The disk tier of one model: its folder, its identity and the secret of its page keys.
+"""The page stores of one model: its disk tier (folder, identity and secret of its page keys), and
+its peers.
 
 kv_cache_dir holds a private folder for each model and K/V layout, so that models can share it. A
 folder holds the files of `memory.tiers.disk_tier` and a secret. Page keys derive from the secret,
@@ -12,26 +13,30 @@ import hashlib
 import logging
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TypedDict
 
+from memory.kv_manager import KVManager
 from memory.pages.layer_groups import LayerGroup
+from memory.pages.linux_vmm import LinuxMemory
 from memory.policies.setting import OFF
+from memory.prefix.page_store import PageStore
+from memory.prefix.sequence_names import SequenceNames
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent, is_private
 from memory.tiers.disk_index import page_bytes_of
 from memory.tiers.disk_tier import DiskTier
+from ops import Backend
 from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
 from serve.loading.precision import Precision
-from serve.models.open_checkpoint import stored_files
-from serve.models.told_checkpoint import told_about
+from serve.models.open_checkpoint import checkpoint_fingerprint
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_BYTES = 16 << 30
 _SECRET_BYTES = 32
-_NUM_SAMPLES, _SAMPLE_BYTES = 256, 4096
 _HASH_DIGITS = 16
 _MAX_NAMED = 8
 _FLAWS = {True: "damaged", False: "not a plain file that only this user can read"}
@@ -165,23 +170,37 @@ def _secret(path: Path) -> bytes:
     return made
 
 
-def checkpoint_fingerprint(path: Path, *, with_times: bool = True) -> str:
-    """Returns a hash of config.json and of the weight files' sizes, times and samples.
+class Stores(TypedDict, total=False):
+    """The fields of a Runtime that follow from its stores."""
 
-    Reading gigabytes at start-up would cost more than the cache saves. A rewritten file counts as
-    another one; without times, copies of the files on other machines count as the same. Where a
-    peer's table stands for the files, the hash is the peer's.
-    """
-    if (told := told_about(path)) is not None:
-        return f"told {told.fingerprint}" if with_times else told.fingerprint
-    digest = hashlib.sha256((path / "config.json").read_bytes())
-    for file in stored_files(path):
-        status = file.stat()
-        size = status.st_size
-        time = status.st_mtime_ns if with_times else ""
-        digest.update(f"{file.name} {size} {time} ".encode())
-        with file.open("rb") as data:
-            for number in range(_NUM_SAMPLES):
-                data.seek(size * number // _NUM_SAMPLES)
-                digest.update(data.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
+    prefix_secret: bytes
+    use_peer: Callable[[str], None]
+    names: SequenceNames | None
+    peer_ids: Mapping[str, str]
+
+
+def use_stores(
+    config: EngineConfig, precision: Precision, kv: KVManager, memory: LinuxMemory, backend: Backend
+) -> Stores:
+    """Attaches the disk tier and peers, as configured."""
+    # a converted model's rotated keys may have another order
+    name = f"converter {backend.name}" if config.converter else backend.name
+    groups = [group.layers for group in kv.layout.groups]
+    store: PageStore | None = None
+    found: Stores = {}
+    if config.kv_cache_dir is not None:
+        store, found["prefix_secret"] = open_kv_store(
+            config, precision, backend=name, groups=groups, page_bytes=kv.page_bytes
+        )
+    if config.kv_peers or config.kv_listen is not None:
+        from serve.loading.kv_peers import open_peers  # only engines with peers need it
+
+        identity = kv_identity(config, precision, name, groups, kv.page_bytes)
+        peers = open_peers(config, identity, kv, memory.page_address, store)
+        store, found["prefix_secret"] = peers.store, peers.secret
+        found["use_peer"], found["names"] = peers.store.use_peer, peers.names
+        found["peer_ids"] = peers.engine_ids
+    if store is not None:
+        writes = config.kv_cache_dir is not None
+        kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, writes=writes)
+    return found

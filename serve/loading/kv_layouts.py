@@ -73,6 +73,17 @@ def open_selection(
     return selection
 
 
+def check_policy(config: EngineConfig, precision: Precision, spec: ModelSpec) -> None:
+    """Raises ConfigError for what cannot be used with kv_policy. Call it before the weights are
+    read."""
+    if config.policy is None:
+        return
+    from serve.eviction.start import check_eviction  # only policies need it
+
+    check_eviction(config, spec, precision.backend, precision.kv)
+    open_selection(config, precision, spec.attention_layers, is_trial=True)
+
+
 def keeps_recent(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> bool:

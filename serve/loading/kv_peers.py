@@ -25,10 +25,10 @@ from memory.prefix.page_store import PageStore
 from memory.prefix.sequence_names import SequenceNames
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.disk_store import checkpoint_fingerprint
 from serve.loading.kv_sizing import reserving
 from serve.loading.node_connection import error_with_url
 from serve.loading.node_key import read_key_file
+from serve.models.open_checkpoint import checkpoint_fingerprint
 from transport import check_scheme, connect, listen
 from transport.base import Endpoint, Listener, TransportError
 

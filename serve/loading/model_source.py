@@ -108,7 +108,7 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
 
 def _weight_peers(config: EngineConfig, precision: Precision) -> WeightPeers:
     """Returns the replicas of the settings; their modules are imported only here."""
-    from serve.loading.disk_store import checkpoint_fingerprint
+    from serve.models.open_checkpoint import checkpoint_fingerprint
     from serve.weight_peers.peers import PeerSettings, WeightPeers
     from transport import check_scheme
 

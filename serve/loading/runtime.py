@@ -9,26 +9,26 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from memory.attention.chunked import ChunkedAttention
 from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
+from memory.evicting_kv import EvictingKV
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
 from memory.policies.selection import Selection
-from memory.prefix.page_store import PageStore
 from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.eviction.start import check_eviction, manager_of, with_eviction
-from serve.loading.disk_store import kv_identity, open_kv_store
+from serve.loading.disk_store import use_stores
 from serve.loading.footprint import weight_budget
 from serve.loading.kv_layouts import (
+    check_policy,
     kv_layout,
     layer_groups,
     open_selection,
@@ -80,15 +80,6 @@ class Runtime:
     weight_stream: WeightStream | None = None
 
 
-class _Stores(TypedDict, total=False):
-    """The fields of a Runtime that follow from its stores."""
-
-    prefix_secret: bytes
-    use_peer: Callable[[str], None]
-    names: SequenceNames | None
-    peer_ids: Mapping[str, str]
-
-
 def load_runtime(
     config: EngineConfig,
     progress: LoadProgress | None = None,
@@ -120,8 +111,7 @@ def _load(
     check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
-    check_eviction(config, spec, precision.backend, precision.kv)
-    open_selection(config, precision, spec.attention_layers, is_trial=True)  # may refuse
+    check_policy(config, precision, spec)
     source = source._replace(weight_budget=weight_budget(config, spec, precision))
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
@@ -227,6 +217,7 @@ def load_local(
     free_bytes: int | None = None,
 ) -> Runtime:
     """Makes K/V and attention in this machine's memory. free_bytes: see size_kv."""
+    policy = config.policy if config.policy is not None and config.policy.evicts else None
     layers = model.attention_layers()
     selection = open_selection(config, precision, layers)
     groups = group_layers(layers, config.max_model_len or spec.max_model_len)
@@ -250,7 +241,7 @@ def load_local(
     segments = None
     try:
         segments = _segments(config, precision, layouts, groups, sizes)
-        kv = manager_of(config)(
+        kv = (KVManager if policy is None else EvictingKV)(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
@@ -263,24 +254,24 @@ def load_local(
             address = memory.reserve(kv.total_bytes)
         all_kv: KVMemory = kv if segments is None else segments.join(kv)
         attention = _attention(kv, layouts, groups, address, backend, segments, recent, selection)
-        attention = with_eviction(config, spec, attention, layouts[0], address)
+        if policy is not None:
+            from serve.eviction.start import with_eviction
+
+            attention = with_eviction(config, spec, attention, layouts[0], address)
         if states is not None:
             attention = _with_states(attention, kv, states, address)
-        stores = _use_stores(config, precision, kv, memory, backend)
+        stores = use_stores(config, precision, kv, memory, backend)
     except BaseException:
         if segments is not None:
             segments.close()
         memory.close()
         raise
     log_sizes(config, precision, all_kv)
-    if segments is None:
-        return Runtime(
-            spec, precision, model, attention, all_kv, memory, selection=selection, **stores
-        )
-    closable = segments.closing(memory)
-    return Runtime(
-        spec, precision, model, attention, all_kv, closable, nodes=segments.nodes, **stores
-    )
+    closable = memory if segments is None else segments.closing(memory)
+    made = Runtime(spec, precision, model, attention, all_kv, closable, **stores)
+    made.nodes = None if segments is None else segments.nodes
+    made.selection = selection
+    return made
 
 
 def _with_states(
@@ -291,33 +282,6 @@ def _with_states(
 
     first, end = (kv.group_offset(len(kv.layout.groups) - i) for i in (1, 0))
     return StatefulAttention(attention, LocalStates(layout, address + first, end - first))
-
-
-def _use_stores(
-    config: EngineConfig, precision: Precision, kv: KVManager, memory: LinuxMemory, backend: Backend
-) -> _Stores:
-    """Attaches the disk tier and peers, as configured."""
-    # a converted model's rotated keys may have another order
-    name = f"converter {backend.name}" if config.converter else backend.name
-    groups = [group.layers for group in kv.layout.groups]
-    store: PageStore | None = None
-    found: _Stores = {}
-    if config.kv_cache_dir is not None:
-        store, found["prefix_secret"] = open_kv_store(
-            config, precision, backend=name, groups=groups, page_bytes=kv.page_bytes
-        )
-    if config.kv_peers or config.kv_listen is not None:
-        from serve.loading.kv_peers import open_peers  # only engines with peers need it
-
-        identity = kv_identity(config, precision, name, groups, kv.page_bytes)
-        peers = open_peers(config, identity, kv, memory.page_address, store)
-        store, found["prefix_secret"] = peers.store, peers.secret
-        found["use_peer"], found["names"] = peers.store.use_peer, peers.names
-        found["peer_ids"] = peers.engine_ids
-    if store is not None:
-        writes = config.kv_cache_dir is not None
-        kv.prefixes.use_store(store, memory.page_address, memory.keep_pages, writes=writes)
-    return found
 
 
 def _segments(

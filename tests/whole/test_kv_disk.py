@@ -20,7 +20,7 @@ from memory.prefix.load_times import LoadTimes
 from memory.tiers.disk_tier import DiskTier
 from serve import LLM, SamplingParams
 from serve.errors import ConfigError
-from serve.loading.disk_store import checkpoint_fingerprint
+from serve.models.open_checkpoint import checkpoint_fingerprint
 from serve.scheduler.step_time import StepTimeModel
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.memory.faulty_storage import faulty

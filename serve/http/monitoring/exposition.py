@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import asdict
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -82,7 +83,8 @@ class Exposition:
         charged = self._context.budget.num_bytes
         weights, selection = engine.weight_stats(), engine.loaded.selection
         workers = engine.worker_bytes()
-        streaming = engine.stream_stats()
+        stream = engine.loaded.weight_stream
+        streaming = None if stream is None else asdict(stream.stats())
         return MetricSources(
             stats, view, counters, cache, kept, workers, charged, weights, selection, streaming
         )
