@@ -136,8 +136,8 @@ class EngineSettings(KVEventOptions, total=False):
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig(KVEventSettings):
-    """The settings of one engine. The base classes have those of events, of weights from peers and
-    of K/V policies.
+    """The settings of one engine. The base classes have those of events, of weights and of
+    K/V policies.
 
     model: a Hugging Face directory, or "default" for the embedded model.
     tokenizer: a directory whose tokenizer and chat template take the place of the model's.

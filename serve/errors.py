@@ -10,6 +10,7 @@ MergestepError
 ├── EngineStoppedError     the engine is shutting down or has shut down
 └── GenerationError        the engine failed while serving this request
     ├── MemoryLostError    memory nodes are lost and no other memory is left; try again later
+    ├── WeightsLostError   weights cannot be read from the disk
     └── RankLostError      a rank of the model is lost and was not replaced in time; try again later
 """
 
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 import os
 
+WEIGHTS_LOST = "weights cannot be read from the disk; try again later"
 GROUP_LOST = "a rank of the model is lost; try again later"
 
 
@@ -80,6 +82,10 @@ class GenerationError(MergestepError):
 
 class MemoryLostError(GenerationError):
     """Memory nodes are lost, and the rest has no room for the request; try again later."""
+
+
+class WeightsLostError(GenerationError):
+    """Weights that are not in memory cannot be read from the disk, or have changed there."""
 
 
 class RankLostError(GenerationError):

@@ -198,6 +198,7 @@ def check_counts(settings: _Counts) -> None:
         "kv_disk_bytes",
         "packed_cache_bytes",
         "weights_rate_bytes",
+        "weight_memory_bytes",
         "memory_node_bytes",
         "kvp_segment_tokens",
         "lend_bytes",
@@ -215,7 +216,25 @@ def check_counts(settings: _Counts) -> None:
         raise ConfigError(f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {most}")
 
 
-class WeightPeerOptions(TypedDict, total=False):
+class WeightMemoryOptions(TypedDict, total=False):
+    """The fields of WeightMemorySettings as keyword arguments."""
+
+    weight_memory_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightMemorySettings:
+    """How much memory weights take (serve.loading.streaming).
+
+    weight_memory_bytes: the most memory of all weights; what does not fit is read from the file of
+        packed weights in every step. None: all weights are in memory, or, where they do not fit
+        into what is free, as many as fit.
+    """
+
+    weight_memory_bytes: int | None = None
+
+
+class WeightPeerOptions(WeightMemoryOptions, total=False):
     """The fields of WeightPeerSettings as keyword arguments."""
 
     weights_from: tuple[str, ...]
@@ -225,7 +244,7 @@ class WeightPeerOptions(TypedDict, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WeightPeerSettings:
+class WeightPeerSettings(WeightMemorySettings):
     """Where packed weights come from and go to, beside this machine's files (serve.weight_peers).
 
     weights_from: the addresses of replicas of this model that run, from whose memory the weights

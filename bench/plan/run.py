@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.common.plot_style import require_matplotlib
+from bench.plan.beyond_memory import beyond_memory, print_beyond
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
@@ -95,6 +96,10 @@ def run(
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console)
         result["details"] = detailed.as_json()
+        beyond = beyond_memory(cost, batches, min(contexts))
+        if beyond is not None:
+            print_beyond(beyond, console)
+            result["beyond_memory"] = beyond.as_json()
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
     print_ranking(choices, load, top, console)

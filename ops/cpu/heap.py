@@ -25,3 +25,10 @@ def keep_freed_memory() -> None:
         (_M_TOP_PAD, 64 << 20),
     ):
         libc.mallopt(option, value)
+
+
+def return_freed_memory() -> None:
+    """Returns freed buffers to the system, after work that took more memory than what follows."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):  # glibc
+        libc.malloc_trim(0)

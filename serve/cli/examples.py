@@ -79,6 +79,7 @@ PLAN = _below(
 EVAL = _below(
     ("serve eval", "the embedded model on its held-out text"),
     "serve eval DIR --precision bfloat16 --precision int8 --precision bfloat16/int8",
+    ("serve eval --kv-policy quest --kv-policy h2o:budget=25%", "what K/V policies cost"),
 )
 PULL = _below(
     "serve pull Qwen/Qwen2.5-0.5B-Instruct",

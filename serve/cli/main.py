@@ -104,6 +104,10 @@ def front(
             " the prompt, one the answer; off: never."
         ),
     ] = "auto",
+    hop_key_file: Annotated[
+        str | None,
+        typer.Option(help="A secret that the servers have, too; see their --hop-key-file."),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for calls.")] = 30.0,
     log_level: options.LogLevel = "info",
 ) -> None:
@@ -120,7 +124,12 @@ def front(
         urls = tuple(dict.fromkeys(replicas))
         settings = FrontSettings(urls, lost_after_s, wait_s, routing, prefill_apart)
         http = HttpSettings(
-            host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain_s
+            host=host,
+            port=port,
+            hop_key_file=hop_key_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            drain_s=drain_s,
         )
         run_front(settings, http)
 
@@ -282,12 +291,34 @@ def evaluate(
     json_file: Annotated[
         Path | None, typer.Option("--json", help="Write the table to this file.")
     ] = None,
+    kv_policy: options.KVPolicies = None,
+    context: options.PolicyContext = 4096,
+    exercises: options.PolicyExercises = 16,
+    seed: options.PolicySeed = 0,
+    reference: options.PolicyReference = False,
+    png_file: options.PolicyPicture = None,
 ) -> None:
-    """Compare the perplexity, KL divergence and greedy agreement of precisions on a text."""
-    from serve.cli.eval import run_eval
-
+    """Compare precisions of a model on a text, or what K/V policies cost on long-range tasks."""
     set_up_logging("warning")
     with reported():
+        if kv_policy:
+            if precision or text is not None:
+                raise ConfigError("--kv-policy cannot be used with --precision and --text")
+            from bench.cli.kv_policies import run_kv_policies
+
+            run_kv_policies(
+                model,
+                kv_policy,
+                context=context,
+                exercises=exercises,
+                seed=seed,
+                on_reference=reference,
+                json_file=json_file,
+                png_file=png_file,
+            )
+            return
+        from serve.cli.eval import run_eval
+
         run_eval(
             find_model(model, revision=revision).model,
             text,

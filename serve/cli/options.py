@@ -97,3 +97,24 @@ NodeKVBytes = Annotated[
     int | None,
     _size_option(help="K/V of all engines, such as 8GiB; by default 80 % of free memory."),
 ]
+
+# ---- serve eval --kv-policy
+
+_policy_option: Any = functools.partial(typer.Option, rich_help_panel="K/V policies")
+
+KVPolicies = Annotated[
+    list[str] | None,
+    _policy_option(
+        help="Measure K/V policies on long-range tasks instead: NAME:budget=AMOUNT, NAME for"
+        " budgets from 100% to 6%, or all; repeatable."
+    ),
+]
+PolicyContext = Annotated[int, _policy_option(help="Tokens of a prompt.")]
+PolicyExercises = Annotated[int, _policy_option(help="Exercises of each task.")]
+PolicySeed = Annotated[int, _policy_option(help="Of the tasks.")]
+PolicyReference = Annotated[
+    bool, _policy_option("--reference", help="Run the reference in torch, not the engine.")
+]
+PolicyPicture = Annotated[
+    Path | None, _policy_option("--png", help="Draw quality against the budget.")
+]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Unpack
 
+from memory.prefix.sequence_names import Copied
 from serve.config import EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_format, num_chars
 from serve.engine.core_view import any_request
@@ -167,6 +169,11 @@ class Engine:
             return None
         served = peers.stats()
         return WeightStats(*peers.pulled, served.served_bytes, served.peers, served.refused)
+
+    def stream_stats(self) -> Mapping[str, float] | None:
+        """Returns the numbers of weights that are read from the disk; None: all are in memory."""
+        stream = self.loaded.weight_stream
+        return None if stream is None else asdict(stream.stats())
 
     def trace_steps(self, max_steps: int = 1 << 20) -> StepTrace:
         """Starts a trace of all steps from now on, of which the last max_steps are kept. 0 ends
@@ -346,6 +353,11 @@ class Engine:
             "listens": peers.url is not None,
             "pulls_from": [ids[url] for url in list(ids) if peers.pulls[url].is_connected],
         }
+
+    def copied(self, request_id: str) -> Copied | None:
+        """Returns which peer copies the K/V of a running request, and of how many tokens. Any
+        thread may call it."""
+        return self.loaded.core.view.copied(request_id)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Returns how many tokens of a request's prompt the prefix cache has. Any thread may call

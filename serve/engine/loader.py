@@ -55,6 +55,7 @@ from serve.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
+    from serve.loading.streaming.stream import WeightStream
     from serve.weight_peers.peers import WeightPeers
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class LoadedEngine:
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None
+    weight_stream: WeightStream | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -198,6 +200,7 @@ def _load(
         peer_ids=runtime.peer_ids,
         weight_peers=runtime.weight_peers,
         selection=runtime.selection,
+        weight_stream=runtime.weight_stream,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

@@ -19,7 +19,14 @@ from memory.nodes.errors import NodesLostError, NoNodeError
 from memory.pages.kv_range import Range
 from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
-from serve.errors import GROUP_LOST, GenerationError, MemoryLostError, RankLostError
+from serve.errors import (
+    GROUP_LOST,
+    WEIGHTS_LOST,
+    GenerationError,
+    MemoryLostError,
+    RankLostError,
+    WeightsLostError,
+)
 from serve.group_stats import GroupStats
 from serve.request import FinishReason
 from serve.scheduler.scheduler import Scheduler
@@ -38,6 +45,8 @@ def generation_error(text: str) -> GenerationError:
     """Returns the error of a sequence that has ended with this text."""
     if text == GROUP_LOST:
         return RankLostError(text)
+    if text == WEIGHTS_LOST:
+        return WeightsLostError(text)
     kind = MemoryLostError if text in (NODES_LOST, TOO_LITTLE_LEFT) else GenerationError
     return kind(text)
 

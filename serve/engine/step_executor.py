@@ -16,6 +16,7 @@ from serve.engine.output_processor import StepRecord
 from serve.engine.pools import OutputThread
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
+from serve.errors import WEIGHTS_LOST, WeightsLostError
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.scheduler import Scheduler
@@ -169,9 +170,9 @@ class StepExecutor:
             sequence = plan.sequences[0]
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
             self._suspects.pop(sequence, None)
-            self._end_sequence(
-                sequence, FinishReason.ERROR, f"{type(error).__name__} in the engine"
-            )
+            is_disk = isinstance(error, WeightsLostError)
+            why = WEIGHTS_LOST if is_disk else f"{type(error).__name__} in the engine"
+            self._end_sequence(sequence, FinishReason.ERROR, why)
             return
         if self._has_states:
             self._suspect(plan)

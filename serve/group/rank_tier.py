@@ -95,7 +95,7 @@ def open_rank_tier(
     What a rank stores depends on its layers and heads, and on how all ranks lay out pages. So its
     folder is not used by another rank, or in another grid.
     """
-    config, _, precision, backend, converter, _ = source
+    config, _, precision, backend, converter, *_ = source
     if config.kv_cache_dir is None:
         return None
     share = (config.kv_disk_bytes or DEFAULT_BYTES) // grid.size

@@ -6,11 +6,13 @@ its files and what they become.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 
 import torch
 
 from memory.pages.layer_groups import PageLayout, kept_bytes
+from ops.cpu import native_library
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.kv_layouts import expected_groups
@@ -22,11 +24,15 @@ from serve.models.checkpoint import Checkpoint
 from serve.models.open_checkpoint import has_files, open_checkpoint
 from serve.units import format_memory
 
+logger = logging.getLogger(__name__)
+
 # bits of a weight of a product, without the scales of groups
 _BITS = {"int8": 8.0, "fp8": 8.0, **dict.fromkeys(ROUNDED_TO_4_BITS, 4.0)}
 _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
+_SHARE_OF_FREE = 0.75  # of weights that do not fit; the rest is for K/V and steps
+_LEAST_SHARE = 0.05  # of all weights that must fit for a start without weight_memory_bytes
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 
 
@@ -167,6 +173,63 @@ def check_weights_fit(
         f"the weights take {format_memory(need.total)} or more as {precision.weights_name}{beside},"
         f" and {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
     )
+
+
+def check_streaming(config: EngineConfig, precision: Precision) -> None:
+    """Raises ConfigError if weight_memory_bytes is set and something excludes it."""
+    if config.weight_memory_bytes is not None:
+        problem = _refusal(config, precision)
+        if problem is not None:
+            raise ConfigError(f"weight_memory_bytes: {problem}")
+
+
+def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -> int | None:
+    """Returns the most memory of all weights; None: they are in memory. ConfigError if they do not
+    fit and cannot be read from the disk in every step."""
+    if config.weight_memory_bytes is not None:
+        return min(config.weight_memory_bytes, free_memory(precision))
+    try:
+        check_weights_fit(config, spec, precision)
+    except ConfigError:
+        budget = int(free_memory(precision) * _SHARE_OF_FREE)
+        if config.kv_cache_bytes is not None:
+            budget = min(budget, free_memory(precision) - config.kv_cache_bytes)
+        about = about_bytes(config, spec, precision)
+        if _refusal(config, precision) is not None or budget < _LEAST_SHARE * about:
+            raise
+        logger.warning(
+            "the weights (%s) do not fit into memory: %s of them will, the rest is read from the"
+            " disk in every step (weight_memory_bytes)",
+            format_memory(about),
+            format_memory(budget),
+        )
+        return budget
+    return None
+
+
+def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> int:
+    """Returns about how many bytes the packed weights take."""
+    checkpoint = None if spec.packed is None else open_checkpoint(config.model_path, spec)
+    return int(1.02 * weight_bytes(config, spec, precision, checkpoint).total)
+
+
+def _refusal(config: EngineConfig, precision: Precision) -> str | None:
+    """Returns why weights cannot stream, None if they can."""
+    if precision.backend != "cpu" or not native_library.is_available():
+        return "only the native kernels of the cpu back end compute weights from the disk"
+    excluded = {
+        "converter": config.converter,
+        "load_format random": config.load_format == "random",
+        "tensor_parallel_size and pipeline_parallel_size": config.num_ranks > 1,
+        "memory_nodes": bool(config.memory_nodes),
+        "weights_from": bool(config.weights_from),
+        "weights_listen": config.weights_listen is not None,
+        "packed_cache off": config.packed_cache == "off",
+    }
+    for name, is_set in excluded.items():
+        if is_set:
+            return f"it cannot be used with {name}"
+    return None
 
 
 def _advice(config: EngineConfig, spec: ModelSpec, precision: Precision, free: int) -> str:

@@ -22,6 +22,7 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.footprint import about_bytes, check_streaming
 from serve.loading.node_key import read_key_file
 from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
 from serve.machine import usable_processors
@@ -36,7 +37,7 @@ from serve.models import (
 )
 from serve.models.checkpoint import Checkpoint
 from serve.models.checksums import check_manifest
-from serve.models.loaded_tensors import LoadedTensors
+from serve.models.loaded_tensors import LoadedTensors, TensorCache
 from serve.models.open_checkpoint import files_of, has_files, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache, wait_until_kept
 from serve.models.progress import LoadProgress
@@ -59,7 +60,7 @@ class ModelSource(NamedTuple):
     """A model that is about to be loaded: the settings with their back end, and what they mean.
 
     converter: what loads it, if the converter does. peers: replicas from which weights come, or to
-    which they go.
+    which they go. weight_budget: the most memory of the weights; None: all are in memory.
     """
 
     config: EngineConfig
@@ -68,6 +69,7 @@ class ModelSource(NamedTuple):
     backend: Backend
     converter: Converter | None = None
     peers: WeightPeers | None = None
+    weight_budget: int | None = None
 
 
 def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSource:
@@ -93,6 +95,7 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
     except ValueError as error:
         raise ConfigError(f"backend: {error}") from error
     precision = resolve_precision(config, spec)
+    check_streaming(config, precision)
     if config.load_format == "random":
         logger.warning("load_format random: the weights are random, and so are the answers")
     elif not config.weights_from:
@@ -164,7 +167,7 @@ def load_part(
     source: ModelSource, progress: LoadProgress, shard: Shard, number: int = 0
 ) -> StageModel:
     """Loads the weights of a shard, by the converter if it serves the model. number: the rank's."""
-    _, _, precision, backend, converter, peers = source
+    _, _, precision, backend, converter, peers, _ = source
     if peers is not None:
         peers.begin(number, progress)
     if converter is None:
@@ -302,9 +305,20 @@ def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> De
         max_model_len=config.max_model_len,
         progress=progress,
         shard=shard,
-        packed_cache=_packed_cache(config, precision, source.peers),
+        packed_cache=_tensor_cache(source),
         draft_head=spec.draft_head if config.speculation == "mtp" else None,
     )
+
+
+def _tensor_cache(source: ModelSource) -> TensorCache | None:
+    config, spec, precision, *_ = source
+    packed = _packed_cache(config, precision, source.peers)
+    if source.weight_budget is None:
+        return packed
+    from serve.loading.streaming.cache import StreamingCache  # only such models need it
+
+    assert packed is not None, "check_streaming"
+    return StreamingCache(packed, source.weight_budget, about_bytes(config, spec, precision))
 
 
 def _head_path(config: EngineConfig) -> Path:

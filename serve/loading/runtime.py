@@ -16,7 +16,6 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
-from memory.evicting_kv import EvictingKV
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
@@ -26,9 +25,9 @@ from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.eviction.start import check_eviction, with_eviction
+from serve.eviction.start import check_eviction, manager_of, with_eviction
 from serve.loading.disk_store import kv_identity, open_kv_store
-from serve.loading.footprint import check_weights_fit
+from serve.loading.footprint import weight_budget
 from serve.loading.kv_layouts import (
     kv_layout,
     layer_groups,
@@ -46,13 +45,14 @@ from serve.models import ModelSpec, StepModel
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE
 from serve.node_addresses import check_copies
-from serve.runner.runner import Closable, Runner
+from serve.runner.runner import Closable, ClosedBehind, Runner
 from serve.setting_checks import check_for_states
 
 if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
     from memory.states.layout import StateLayout
     from serve.loading.kvp import Segments
+    from serve.loading.streaming.stream import WeightStream
     from serve.runner.step_device import StepDevice
     from serve.weight_peers.peers import WeightPeers
 
@@ -77,6 +77,7 @@ class Runtime:
     peer_ids: Mapping[str, str] = field(default_factory=dict)  # ids of engines in kv_peers
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None  # which tiles decoded rows read; None: all
+    weight_stream: WeightStream | None = None
 
 
 class _Stores(TypedDict, total=False):
@@ -86,16 +87,6 @@ class _Stores(TypedDict, total=False):
     use_peer: Callable[[str], None]
     names: SequenceNames | None
     peer_ids: Mapping[str, str]
-
-
-@dataclass(slots=True)
-class _MemoryAndPeers:
-    memory: Closable
-    peers: WeightPeers
-
-    def close(self) -> None:
-        self.peers.forget()
-        self.memory.close()
 
 
 def load_runtime(
@@ -117,7 +108,7 @@ def load_runtime(
         except BaseException:
             runtime.memory.close()
             raise
-        runtime.memory = _MemoryAndPeers(runtime.memory, peers)
+        runtime.memory = ClosedBehind(peers.forget, runtime.memory)
         runtime.weight_peers = peers
     return runtime
 
@@ -125,16 +116,32 @@ def load_runtime(
 def _load(
     source: ModelSource, progress: LoadProgress, kv_share: float, device: StepDevice | None
 ) -> Runtime:
-    config, spec, precision, backend, *_ = source
+    config, spec, precision, *_ = source
     check_copies(config)
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
     check_eviction(config, spec, precision.backend, precision.kv)
-    check_weights_fit(config, spec, precision)
     open_selection(config, precision, spec.attention_layers, is_trial=True)  # may refuse
+    source = source._replace(weight_budget=weight_budget(config, spec, precision))
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
     model = load_weights(source, progress)
+    if source.weight_budget is None:
+        return _load_beside(source, model, kv_share)
+    stream: WeightStream = model.weights.stream  # type: ignore[attr-defined]
+    try:
+        runtime = _load_beside(source, model, kv_share)
+    except BaseException:
+        stream.close()
+        raise
+    runtime.memory = ClosedBehind(stream.close, runtime.memory)
+    runtime.weight_stream = stream
+    return runtime
+
+
+def _load_beside(source: ModelSource, model: StepModel, kv_share: float) -> Runtime:
+    """Makes K/V and attention for a model on CPUs."""
+    config, spec, precision, backend, *_ = source
     if config.memory_nodes:
         return _load_remote(config, spec, precision, model, backend)
     free_bytes = None
@@ -243,8 +250,7 @@ def load_local(
     segments = None
     try:
         segments = _segments(config, precision, layouts, groups, sizes)
-        make_kv = EvictingKV if config.policy is not None and config.policy.evicts else KVManager
-        kv = make_kv(
+        kv = manager_of(config)(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,

@@ -6,7 +6,7 @@ determines the precision; this file names none.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -52,17 +52,28 @@ class PerLayerTables:
     norm: Norm
 
 
+class BlockStream(Protocol):
+    """Brings the weights of blocks that are not all in memory."""
+
+    def blocks(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Yields the blocks; the weights of one are in memory until the next is asked for."""
+
+    def close(self) -> None:
+        """Ends it; the model must not be computed any more."""
+
+
 @dataclass(slots=True)
 class DecoderWeights:
     """The weights of a model, or of a stage of it, which may lack the embedding or the head.
 
     embed: [vocab, embed_size], positions: [rows, hidden] in the file's type. The first product
     after the blocks (project_out or head) includes the final norm. final_norm is the head's, for
-    callers that need the head's input. draft: those of a head that drafts.
+    callers that need the head's input. draft: those of a head that drafts. stream: what brings the
+    weights of the blocks; None: they are in memory.
     """
 
     blocks: list[Block]
-    embed: Lookup | None = None
+    embed: Callable[[Tensor, torch.dtype], Tensor] | None = None
     positions: Tensor | None = None
     project_in: LinearOp | None = None
     project_out: LinearOp | None = None
@@ -70,6 +81,7 @@ class DecoderWeights:
     final_norm: Norm | None = None
     per_layer: PerLayerTables | None = None
     draft: HeadWeights | None = None
+    stream: BlockStream | None = None
 
 
 Slices = Generator[None, None, Tensor]
@@ -267,7 +279,10 @@ class Decoder:
             embedded = x if hidden is None else self._embed(input_ids, positions)
             per_layer = self._per_layer_inputs(self.weights.per_layer, input_ids, embedded)
         inputs = RowInputs(rotations, positions, per_layer)
-        for index, block in enumerate(self.weights.blocks):
+        blocks: Iterable[Block] = self.weights.blocks
+        if self.weights.stream is not None:
+            blocks = self.weights.stream.blocks(self.weights.blocks)
+        for index, block in enumerate(blocks):
             if index in self._taken_at:
                 self._taken[index] = x.clone()  # the block may overwrite it
             pending = block.attention.attend(self._kv_numbers[index], x, inputs, attention)

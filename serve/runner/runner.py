@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections.abc as abc
 import time
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -138,6 +139,18 @@ def upcoming_tokens(plan: StepPlan) -> list[tuple[Range, int]]:
 class Closable(Protocol):
     def close(self) -> None:
         """Frees the memory."""
+
+
+@dataclass(slots=True)
+class ClosedBehind:
+    """Closes something after something else has ended."""
+
+    end: abc.Callable[[], object]
+    last: Closable
+
+    def close(self) -> None:
+        self.end()
+        self.last.close()
 
 
 class Runner(Protocol):

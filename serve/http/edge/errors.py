@@ -19,6 +19,7 @@ from serve.errors import (
     OverloadedError,
     RankLostError,
     RequestError,
+    WeightsLostError,
 )
 
 logger = logging.getLogger(__name__)
@@ -130,6 +131,10 @@ def rank_lost(message: str) -> ApiError:
     return _lost(message, "rank_lost")
 
 
+def weights_lost(message: str) -> ApiError:
+    return _lost(message, "weights_lost")
+
+
 def _lost(message: str, code: str) -> ApiError:
     return ApiError(503, message, kind=SERVER_ERROR, code=code, headers={"Retry-After": "5"})
 
@@ -177,6 +182,8 @@ def to_api_error(exc: Exception, request_id: str) -> ApiError:
         return no_memory(str(exc))
     if isinstance(exc, RankLostError):
         return rank_lost(str(exc))
+    if isinstance(exc, WeightsLostError):
+        return weights_lost(str(exc))
     if isinstance(exc, GenerationError):
         logger.warning("request %s failed in the engine: %s", request_id, exc)
         return internal_error()

@@ -82,8 +82,9 @@ class Exposition:
         charged = self._context.budget.num_bytes
         weights, selection = engine.weight_stats(), engine.loaded.selection
         workers = engine.worker_bytes()
+        streaming = engine.stream_stats()
         return MetricSources(
-            stats, view, counters, cache, kept, workers, charged, weights, selection
+            stats, view, counters, cache, kept, workers, charged, weights, selection, streaming
         )
 
 

@@ -1,8 +1,8 @@
-"""What a metric of /metrics is, and what it is read from."""
+"""What a metric of /metrics is, and what its value is computed from."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,8 @@ Value = float | None | Histogram | Sampled
 class MetricSources:
     """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
     what is kept between requests, by name. workers: resident bytes of the child processes.
-    charged_bytes: see memory_budget.py. selection: what is read; None: everything."""
+    charged_bytes: see memory_budget.py. selection: what is read; None: everything. streaming: of
+    weights that are read from the disk, by name."""
 
     stats: EngineStats
     view: CoreView
@@ -34,6 +35,7 @@ class MetricSources:
     charged_bytes: int
     weights: WeightStats | None = None
     selection: Selection | None = None
+    streaming: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,3 +50,18 @@ class MetricSpec:
     value: Callable[[MetricSources], Value]
     labels: tuple[str, ...] = ()
     alias: str | None = None
+
+
+def shared(
+    kind: str,
+    name: str,
+    about: str,
+    value: Callable[[MetricSources], Value],
+    labels: tuple[str, ...] = (),
+) -> MetricSpec:
+    """Returns a metric that vLLM has under the same name."""
+    return MetricSpec(kind, name, about, value, labels, f"vllm:{name}")
+
+
+def by(label_values: Mapping[str, float]) -> Sampled:
+    return [((name,), value) for name, value in label_values.items()]

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from serve.http.monitoring.metric_spec import MetricSources, MetricSpec, Sampled, Value
+from serve.http.monitoring.metric_spec import MetricSources, MetricSpec, Sampled, by, shared
+from serve.http.monitoring.metric_streaming import STREAMING
 from serve.machine import heap_usage, memory_parts
 
 if TYPE_CHECKING:
     from memory.prefix.peer_stats import CopyStats
 
 
-def _shared(
-    kind: str,
-    name: str,
-    about: str,
-    value: Callable[[MetricSources], Value],
-    labels: tuple[str, ...] = (),
-) -> MetricSpec:
-    """Returns a metric that vLLM has under the same name."""
-    return MetricSpec(kind, name, about, value, labels, f"vllm:{name}")
-
-
 def _usage(sources: MetricSources) -> float:
     return sources.stats.pages_in_use / max(1, sources.stats.pages_total)
-
-
-def _by(label_values: Mapping[str, float]) -> Sampled:
-    return [((name,), value) for name, value in label_values.items()]
 
 
 def _reasons(sources: MetricSources) -> Sampled:
@@ -39,12 +24,12 @@ def _reasons(sources: MetricSources) -> Sampled:
 
 def _grammar_requests(sources: MetricSources) -> Sampled:
     cache = sources.view.grammars
-    return [] if cache is None else _by({"hit": cache.num_hits, "miss": cache.num_misses})
+    return [] if cache is None else by({"hit": cache.num_hits, "miss": cache.num_misses})
 
 
 def _heap(sources: MetricSources) -> Sampled:
     usage = heap_usage()
-    return [] if usage is None else _by(usage._asdict())
+    return [] if usage is None else by(usage._asdict())
 
 
 def _coverage(sources: MetricSources) -> Sampled:
@@ -63,7 +48,7 @@ def _of_weights(sources: MetricSources, name: str) -> float | None:
 
 def _pulls(sources: MetricSources, what: str) -> Sampled:
     peers = sources.stats.kv_peers
-    return _by({url: float(getattr(it, what)) for url, it in peers.pulls.items()} if peers else {})
+    return by({url: float(getattr(it, what)) for url, it in peers.pulls.items()} if peers else {})
 
 
 def _copies(sources: MetricSources) -> CopyStats | None:
@@ -81,38 +66,38 @@ def _peer_names(sources: MetricSources) -> Sampled:
 
 
 REQUESTS = (
-    _shared("gauge", "num_requests_running", "Running sequences.", lambda r: r.stats.num_running),
-    _shared("gauge", "num_requests_waiting", "Waiting sequences.", lambda r: r.stats.num_waiting),
-    _shared("counter", "prompt_tokens", "Prompt tokens of requests that have a first token.",
+    shared("gauge", "num_requests_running", "Running sequences.", lambda r: r.stats.num_running),
+    shared("gauge", "num_requests_waiting", "Waiting sequences.", lambda r: r.stats.num_waiting),
+    shared("counter", "prompt_tokens", "Prompt tokens of requests that have a first token.",
             lambda r: r.view.requests.num_prompt_tokens),
-    _shared("counter", "generation_tokens", "Generated tokens.",
+    shared("counter", "generation_tokens", "Generated tokens.",
             lambda r: r.view.requests.num_generation_tokens),
-    _shared("counter", "request_success", "Finished answers, by finish reason.", _reasons,
+    shared("counter", "request_success", "Finished answers, by finish reason.", _reasons,
             ("finished_reason",)),
-    _shared("histogram", "time_to_first_token_seconds", "From arrival to the first token.",
+    shared("histogram", "time_to_first_token_seconds", "From arrival to the first token.",
             lambda r: r.view.requests.ttft_s),
-    _shared("histogram", "inter_token_latency_seconds", "From one token to the next.",
+    shared("histogram", "inter_token_latency_seconds", "From one token to the next.",
             lambda r: r.view.requests.inter_token_s),
-    _shared("histogram", "request_time_per_output_token_seconds",
+    shared("histogram", "request_time_per_output_token_seconds",
             "Mean time from token to token of an answer.",
             lambda r: r.view.requests.per_token_s),
-    _shared("histogram", "e2e_request_latency_seconds", "From arrival to the last token.",
+    shared("histogram", "e2e_request_latency_seconds", "From arrival to the last token.",
             lambda r: r.view.requests.e2e_s),
-    _shared("histogram", "request_queue_time_seconds", "From arrival to the first step.",
+    shared("histogram", "request_queue_time_seconds", "From arrival to the first step.",
             lambda r: r.view.requests.queue_s),
-    _shared("histogram", "request_prefill_time_seconds",
+    shared("histogram", "request_prefill_time_seconds",
             "From the first step to the first token.", lambda r: r.view.requests.prefill_s),
-    _shared("histogram", "request_decode_time_seconds",
+    shared("histogram", "request_decode_time_seconds",
             "From the first token to the last one.", lambda r: r.view.requests.decode_s),
-    _shared("histogram", "request_inference_time_seconds",
+    shared("histogram", "request_inference_time_seconds",
             "From the first step to the last token.", lambda r: r.view.requests.inference_s),
-    _shared("histogram", "request_prompt_tokens", "Prompt tokens of a request.",
+    shared("histogram", "request_prompt_tokens", "Prompt tokens of a request.",
             lambda r: r.view.requests.prompt_tokens),
-    _shared("histogram", "request_generation_tokens", "Tokens of an answer.",
+    shared("histogram", "request_generation_tokens", "Tokens of an answer.",
             lambda r: r.view.requests.generation_tokens),
-    _shared("histogram", "request_params_max_tokens", "max_tokens of a request.",
+    shared("histogram", "request_params_max_tokens", "max_tokens of a request.",
             lambda r: r.view.requests.max_tokens),
-    _shared("histogram", "request_params_n", "n of a request.",
+    shared("histogram", "request_params_n", "n of a request.",
             lambda r: r.view.requests.n),
     MetricSpec("gauge", "requests_unfinished",
                "Unfinished requests, including those being tokenized.",
@@ -126,16 +111,16 @@ STEPS = (
     MetricSpec("counter", "mixed_steps", "Steps with both prefill and decode rows.",
                lambda r: r.view.steps.num_mixed_steps),
     MetricSpec("counter", "step_rows", "Computed rows, by kind.",
-               lambda r: _by({"decode": r.stats.num_decode_rows,
+               lambda r: by({"decode": r.stats.num_decode_rows,
                               "prefill": r.stats.num_prefill_rows}),
                ("kind",)),
-    _shared("histogram", "iteration_tokens_total", "Rows of a step.",
+    shared("histogram", "iteration_tokens_total", "Rows of a step.",
             lambda r: r.view.steps.rows),
-    _shared("counter", "spec_decode_num_drafts",
+    shared("counter", "spec_decode_num_drafts",
             "Drafts, each of one sequence in one step.", lambda r: r.view.steps.num_drafts),
-    _shared("counter", "spec_decode_num_draft_tokens", "Their tokens.",
+    shared("counter", "spec_decode_num_draft_tokens", "Their tokens.",
             lambda r: r.view.steps.num_draft_tokens),
-    _shared("counter", "spec_decode_num_accepted_tokens", "Those of them that agreed.",
+    shared("counter", "spec_decode_num_accepted_tokens", "Those of them that agreed.",
             lambda r: r.view.steps.num_accepted_tokens),
     MetricSpec("histogram", "step_time_seconds",
                "From the end of the previous step to the step's tokens.",
@@ -148,9 +133,9 @@ STEPS = (
 )  # fmt: skip
 
 MEMORY = (
-    _shared("gauge", "kv_cache_usage_perc", "K/V memory in use, 0 to 1.", _usage),
+    shared("gauge", "kv_cache_usage_perc", "K/V memory in use, 0 to 1.", _usage),
     MetricSpec("gauge", "kv_pages", "Pages of K/V memory, by state.",
-               lambda r: _by({state: getattr(r.stats, f"pages_{state}")
+               lambda r: by({state: getattr(r.stats, f"pages_{state}")
                               for state in ("in_use", "mapped", "cached", "total")}),
                ("state",)),
     MetricSpec("gauge", "kv_page_bytes", "Bytes of a page.", lambda r: r.stats.kv_page_bytes),
@@ -160,18 +145,18 @@ MEMORY = (
                lambda r: r.stats.dropped_tokens),
     MetricSpec("gauge", "kv_held_tokens", "Tokens of running sequences whose K/V is held then.",
                lambda r: r.stats.held_tokens),
-    _shared("counter", "num_preemptions", "Preempted sequences.",
+    shared("counter", "num_preemptions", "Preempted sequences.",
             lambda r: r.stats.num_preemptions),
     MetricSpec("counter", "sequences_given_way", "Sequences preempted for one of higher priority.",
                lambda r: r.stats.num_priority_preemptions),
-    _shared("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
+    shared("counter", "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.",
             lambda r: r.stats.prefix_asked_tokens),
-    _shared("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",
+    shared("counter", "prefix_cache_hits", "Prompt tokens found in the prefix cache.",
             lambda r: r.stats.prefix_hit_tokens),
     MetricSpec("counter", "prefix_evicted_pages", "Cached pages evicted to free memory.",
                lambda r: r.stats.prefix_evicted_pages),
     MetricSpec("counter", "kv_tiles", "Tiles of K/V that decoded rows read, and all of them.",
-               lambda r: _by(r.selection.counts() if r.selection else {}), ("kind",)),
+               lambda r: by(r.selection.counts() if r.selection else {}), ("kind",)),
     MetricSpec("gauge", "predicted_peak_pages",
                "Predicted peak of the running sequences and the last candidate.",
                lambda r: r.stats.predicted_peak_pages),
@@ -182,7 +167,7 @@ MEMORY = (
 
 ELSEWHERE = (
     MetricSpec("gauge", "memory_nodes", "Memory nodes, by state.",
-               lambda r: _by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
+               lambda r: by({"connected": r.stats.memory_nodes - r.stats.memory_nodes_missing,
                               "missing": r.stats.memory_nodes_missing}), ("state",)),
     MetricSpec("gauge", "kvp_holders", "Replicas and nodes that hold parts of sequences.",
                lambda r: r.stats.kvp_holders),
@@ -211,13 +196,13 @@ ELSEWHERE = (
     MetricSpec("gauge", "disk_pages", "Pages on disk.", lambda r: r.stats.disk_pages),
     MetricSpec("gauge", "disk_bytes", "Bytes of the pages on disk.", lambda r: r.stats.disk_bytes),
     MetricSpec("counter", "disk_page_events", "Pages stored, loaded, lost and failed to store.",
-               lambda r: _by({"stored": r.stats.disk_stored_pages,
+               lambda r: by({"stored": r.stats.disk_stored_pages,
                               "loaded": r.stats.disk_loaded_pages,
                               "lost": r.stats.disk_lost_pages,
                               "failed": r.stats.disk_failed_pages}),
                ("event",)),
     MetricSpec("counter", "disk_errors", "Disk errors, by kind.",
-               lambda r: _by({"corrupt": r.stats.disk_corrupt_pages,
+               lambda r: by({"corrupt": r.stats.disk_corrupt_pages,
                               "read": r.stats.disk_read_errors,
                               "write": r.stats.disk_write_errors}), ("kind",)),
     MetricSpec("gauge", "kv_peer_connected", "1 for each peer that K/V can be pulled from now.",
@@ -235,7 +220,7 @@ ELSEWHERE = (
                "Connections to each peer that were ended for what it sent or is.",
                lambda r: _pulls(r, "refused"), ("peer",)),
     MetricSpec("counter", "kv_served_pages", "Pages that peers asked for, by outcome.",
-               lambda r: _by({kind: getattr(r.stats.kv_peers.serves, kind)
+               lambda r: by({kind: getattr(r.stats.kv_peers.serves, kind)
                               for kind in ("served", "missing") if r.stats.kv_peers}),
                ("outcome",)),
     MetricSpec("counter", "kv_served_refused",
@@ -245,7 +230,7 @@ ELSEWHERE = (
                lambda r: c.num_bytes if (c := _copies(r)) else None),
     MetricSpec("counter", "kv_copy_pages", "Pages copied from peers' running sequences, and how"
                " often copies were read, here or by a peer.",
-               lambda r: _by({"copied": c.copied, "used": c.used} if (c := _copies(r)) else {}),
+               lambda r: by({"copied": c.copied, "used": c.used} if (c := _copies(r)) else {}),
                ("event",)),
     MetricSpec("counter", "kv_copy_declined",
                "Peers' sequences for whose copies there was no room, or whose pages did not come.",
@@ -263,6 +248,7 @@ ELSEWHERE = (
     MetricSpec("counter", "weights_served_refused",
                "Connections for weights without the key, or ended for what the peer did.",
                lambda r: _of_weights(r, "refused")),
+    *STREAMING,
     MetricSpec("gauge", "disk_paused", "1 while writing is paused after errors.",
                lambda r: float(r.stats.disk_is_paused)),
 )  # fmt: skip
@@ -291,7 +277,7 @@ SERVER = (
                lambda r: list(r.http.answers.items()), ("handler", "method", "status"),
                "http_requests"),
     MetricSpec("counter", "requests_refused", "Error answers, by code.",
-               lambda r: _by(dict(r.http.refused)), ("reason",)),
+               lambda r: by(dict(r.http.refused)), ("reason",)),
     MetricSpec("counter", "requests_over_slo",
                "Requests refused because the first token would have been too late.",
                lambda r: r.stats.num_refused),
@@ -309,10 +295,10 @@ SERVER = (
     MetricSpec("histogram", "event_loop_lag_seconds", "Delay of the event loop's wake-ups.",
                lambda r: r.http.lag_s),
     MetricSpec("gauge", "pool_queue_length", "Waiting jobs, by pool.",
-               lambda r: _by({name: waiting for name, (waiting, _) in r.view.pools().items()}),
+               lambda r: by({name: waiting for name, (waiting, _) in r.view.pools().items()}),
                ("pool",)),
     MetricSpec("counter", "pool_busy_seconds", "Busy seconds, by pool.",
-               lambda r: _by({name: busy_s for name, (_, busy_s) in r.view.pools().items()}),
+               lambda r: by({name: busy_s for name, (_, busy_s) in r.view.pools().items()}),
                ("pool",)),
 )  # fmt: skip
 
@@ -328,18 +314,18 @@ STRUCTURED = (
 KEPT = (
     MetricSpec("gauge", "kept_bytes", "Bytes kept between requests, by what keeps them; estimates"
                " for tables of objects.",
-               lambda r: _by({name: kept.num_bytes for name, kept in r.kept.items()}), ("what",)),
+               lambda r: by({name: kept.num_bytes for name, kept in r.kept.items()}), ("what",)),
     MetricSpec("gauge", "kept_entries", "Entries kept between requests, by what keeps them.",
-               lambda r: _by({name: kept.entries for name, kept in r.kept.items()}), ("what",)),
+               lambda r: by({name: kept.entries for name, kept in r.kept.items()}), ("what",)),
     MetricSpec("gauge", "memory_bytes", "Resident memory of the process by what backs it:"
                " anonymous, files, or shared memory, which is the mapped K/V pool.",
-               lambda r: _by(memory_parts()), ("part",)),
+               lambda r: by(memory_parts()), ("part",)),
     MetricSpec("gauge", "heap_bytes", "The C heap: in use, free but kept, and large blocks with"
                " mappings of their own.", _heap, ("state",)),
     MetricSpec("gauge", "python_blocks", "Allocated blocks of Python objects.",
                lambda r: sys.getallocatedblocks()),
     MetricSpec("gauge", "worker_memory_bytes", "Resident memory of child processes, by worker.",
-               lambda r: _by(r.workers), ("worker",)),
+               lambda r: by(r.workers), ("worker",)),
 )  # fmt: skip
 
 CACHE_INFO = MetricSpec(

@@ -81,7 +81,7 @@ class PackedCache:
         """Returns what `build` makes of the tensors, which come from a file if there is one, else
         from a peer. Else they are loaded, and a thread writes the file afterwards. settings:
         further ones by which they are packed."""
-        identity = self._identity(checkpoint, settings) if self.has_files else None
+        identity = self.identity(checkpoint, settings) if self.has_files else None
         candidates = folders.folders(checkpoint.path, self.folder)
         for folder in candidates if identity is not None else ():
             assert identity is not None
@@ -122,7 +122,8 @@ class PackedCache:
             self.writer.start()
         return result
 
-    def _identity(self, checkpoint: Checkpoint, settings: str) -> Identity | None:
+    def identity(self, checkpoint: Checkpoint, settings: str) -> Identity | None:
+        """Returns what names the file of a checkpoint, None if its files cannot be read."""
         try:
             return identity_of(checkpoint, f"{self.settings} {settings}")
         except OSError as error:  # the files may be elsewhere

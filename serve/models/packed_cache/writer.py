@@ -34,7 +34,9 @@ from serve.models.packed_cache.layout import (
     header,
 )
 
-_SYNCED_BYTES = 64 << 20  # written before the disk is waited for, which bounds dirty memory
+SYNCED_BYTES = 64 << 20  # written before the disk is waited for, which bounds dirty memory
+# layers of this size begin a page, so that direct I/O reads those of one kind to the same places
+_MIN_PAGE_BYTES = 16 << 10
 
 
 class Made(NamedTuple):
@@ -44,43 +46,54 @@ class Made(NamedTuple):
     parts: tuple[LinearOp | Tensor, ...]
 
 
+class Placing:
+    """Gives the parts their places in the data, one after the other. end: of what was placed.
+    kept: the layers and tensors whose memory the pieces are."""
+
+    def __init__(self) -> None:
+        self.kept: list[LinearOp | Tensor] = []
+        self.pieces: list[tuple[int, Buffer]] = []
+        self.end = DATA_START
+
+    def part(self, part: LinearOp | Tensor) -> LayerEntry | TensorEntry:
+        if isinstance(part, Tensor):
+            part = part.detach().contiguous()
+            self.kept.append(part)
+            data = self._place(Buffer(part.data_ptr(), part.nbytes))
+            return TensorEntry(str(part.dtype).removeprefix("torch."), tuple(part.shape), data)
+        self.kept.append(part)
+        found = stored(part)
+        assert found is not None, "can_keep was asked"
+        kind, buffers = found
+        if sum(each.num_bytes for each in buffers) >= _MIN_PAGE_BYTES:
+            self.end = round_up(self.end, PAGE)
+        return LayerEntry(kind, tuple(map(self._place, buffers)))
+
+    def _place(self, buffer: Buffer) -> Span:
+        start, num_bytes = self.end, buffer.num_bytes
+        if num_bytes:
+            self.pieces.append((start, buffer))
+        self.end = round_up(start + num_bytes, LINE)
+        return Span(start, num_bytes)
+
+
 class Contents:
     """The data of a file and its entries. The layers and tensors must stay as they are."""
 
     def __init__(self, made: Iterable[Made]) -> None:
-        self._kept: list[LinearOp | Tensor] = []
-        self.pieces: list[tuple[int, Buffer]] = []
-        self._end = DATA_START
-        self.entries = [Entry(call, tuple(map(self._part, parts))) for call, parts in made]
-        self.data_end = _round_up(self._end, PAGE)
-
-    def _part(self, part: LinearOp | Tensor) -> LayerEntry | TensorEntry:
-        if isinstance(part, Tensor):
-            part = part.detach().contiguous()
-            self._kept.append(part)
-            data = self._place(Buffer(part.data_ptr(), part.nbytes))
-            return TensorEntry(str(part.dtype).removeprefix("torch."), tuple(part.shape), data)
-        self._kept.append(part)
-        found = stored(part)
-        assert found is not None, "can_keep was asked"
-        kind, buffers = found
-        return LayerEntry(kind, tuple(map(self._place, buffers)))
-
-    def _place(self, buffer: Buffer) -> Span:
-        start, num_bytes = self._end, buffer.num_bytes
-        if num_bytes:
-            self.pieces.append((start, buffer))
-        self._end = _round_up(start + num_bytes, LINE)
-        return Span(start, num_bytes)
+        placing = Placing()
+        self.entries = [Entry(call, tuple(map(placing.part, parts))) for call, parts in made]
+        self._kept, self.pieces = placing.kept, placing.pieces
+        self.data_end = round_up(placing.end, PAGE)
 
     def write(self, fd: int) -> list[int]:
         """Writes all data and returns the checksums of its chunks. OSError."""
         checksums, synced = [], DATA_START
         for chunk, content in self._chunks():
-            checksums.append(_checksum(content))
-            _write(fd, content, chunk.start)
+            checksums.append(checksum_of(content))
+            write_at(fd, content, chunk.start)
             end = chunk.start + chunk.num_bytes
-            if end - synced >= _SYNCED_BYTES:
+            if end - synced >= SYNCED_BYTES:
                 os.fdatasync(fd)
                 synced = end
         return checksums
@@ -91,7 +104,7 @@ class Contents:
         checksums = []
         for _, content in self._chunks():
             poll()
-            checksums.append(_checksum(content))
+            checksums.append(checksum_of(content))
         return checksums
 
     def _chunks(self) -> Iterator[tuple[Span, memoryview]]:
@@ -126,9 +139,9 @@ def write_file(folder: Path, identity: Identity, contents: Contents) -> Path:
     try:
         os.posix_fallocate(fd, 0, contents.data_end)  # a full disk is noticed here
         index = Index(contents.data_end, contents.entries, contents.write(fd)).to_bytes()
-        _write(fd, memoryview(index), contents.data_end)
+        write_at(fd, memoryview(index), contents.data_end)
         os.fsync(fd)
-        _write(fd, memoryview(header(identity.content, contents.data_end, index)), 0)
+        write_at(fd, memoryview(header(identity.content, contents.data_end, index)), 0)
         os.fsync(fd)
         unfinished.rename(path)
     except BaseException:
@@ -136,23 +149,23 @@ def write_file(folder: Path, identity: Identity, contents: Contents) -> Path:
         raise
     finally:
         os.close(fd)
-    _sync_folder(folder)
+    sync_folder(folder)
     return path
 
 
-def _checksum(content: memoryview) -> int:
+def checksum_of(content: memoryview) -> int:
     address = ctypes.addressof(ctypes.c_char.from_buffer(content))
     checksum: int = library().checksum(address, len(content))
     return checksum
 
 
-def _write(fd: int, data: memoryview, at: int) -> None:
+def write_at(fd: int, data: memoryview, at: int) -> None:
     while data:
         done = os.pwrite(fd, data, at)
         data, at = data[done:], at + done
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)
@@ -160,5 +173,5 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def _round_up(number: int, to: int) -> int:
+def round_up(number: int, to: int) -> int:
     return -(-number // to) * to

@@ -104,7 +104,7 @@ def test_others_connect_and_a_stop_comes_while_checksums_are_made(
         time.sleep(0.2)
         return 0
 
-    monkeypatch.setattr("serve.models.packed_cache.writer._checksum", checksum)
+    monkeypatch.setattr("serve.models.packed_cache.writer.checksum_of", checksum)
     packed = PackedBytes(Contents([Made("x", (torch.zeros(100 * CHUNK_BYTES // 4),))]))
     listener = listen(f"inproc://{tmp_path}", key=KEY, window_bytes=WINDOW_BYTES)
     server = WeightServer(listener, OfferedWeights(packed, "x", b"{}"), None)

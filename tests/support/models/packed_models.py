@@ -14,6 +14,7 @@ from ops import get_backend
 from ops.cpu.native_quantized_linear import NATIVE
 from serve.models import Decoder, load_model
 from serve.models.checkpoint import Checkpoint
+from serve.models.loaded_tensors import TensorCache
 from serve.models.packed_cache import folder as folders
 from serve.models.packed_cache.cache import PackedCache
 from tests.support.engine import quantized
@@ -34,7 +35,7 @@ def cache_for(**settings: object) -> PackedCache:
     return PackedCache("test", min_bytes=0, **settings)  # type: ignore[arg-type]
 
 
-def start(path: Path, cache: PackedCache, *, weights: str = "int8") -> Decoder:
+def start(path: Path, cache: TensorCache, *, weights: str = "int8") -> Decoder:
     """Loads a model as an engine does, and waits for the file."""
     is_int8 = weights != "bfloat16"
     make = {
@@ -52,12 +53,12 @@ def start(path: Path, cache: PackedCache, *, weights: str = "int8") -> Decoder:
         unpack=not is_int8,
         packed_cache=cache,
     )
-    if cache.writer is not None:
+    if isinstance(cache, PackedCache) and cache.writer is not None:
         cache.writer.join()
     return decoder
 
 
-def logits(path: Path, cache: PackedCache | None = None, *, weights: str = "int8") -> Tensor:
+def logits(path: Path, cache: TensorCache | None = None, *, weights: str = "int8") -> Tensor:
     return run(start(path, cache or cache_for(), weights=weights), IDS)
 
 

@@ -1,0 +1,1 @@
+"""A small model of long-range tasks, and the measure of what compressed K/V costs it."""

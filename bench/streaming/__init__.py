@@ -1,0 +1,2 @@
+"""Models whose weights do not fit into memory: what streaming reaches of the disk (run.py), beside
+a server that maps its weights, and whether leaving out neurons would pay (neurons.py)."""

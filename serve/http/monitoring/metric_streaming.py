@@ -1,0 +1,41 @@
+"""The metrics of weights that are read from the disk in every step."""
+
+from __future__ import annotations
+
+from serve.http.monitoring.metric_spec import MetricSources, MetricSpec, Sampled, by
+
+
+def _of(sources: MetricSources, name: str) -> float | None:
+    return None if sources.streaming is None else sources.streaming[name]
+
+
+def _problems(sources: MetricSources) -> Sampled:
+    found = sources.streaming
+    return [] if found is None else by({kind: found[kind] for kind in ("repeated", "failed")})
+
+
+def _experts(sources: MetricSources) -> Sampled:
+    found = sources.streaming
+    if found is None:
+        return []
+    names = {"hit": "expert_hits", "late": "expert_late", "miss": "expert_misses"}
+    return by({label: found[name] for label, name in names.items()})
+
+
+STREAMING = (
+    MetricSpec("gauge", "weights_resident_bytes",
+               "Memory of weights of which the rest is on the disk, with buffers.",
+               lambda r: _of(r, "resident_bytes")),
+    MetricSpec("counter", "weights_read_bytes", "Bytes of weights read from the disk for steps.",
+               lambda r: _of(r, "read_bytes")),
+    MetricSpec("counter", "weights_stalled_seconds", "Seconds that steps waited for weights.",
+               lambda r: _of(r, "stalled_s")),
+    MetricSpec("counter", "weights_read_problems", "Pieces of weights that were read again, and"
+               " those that could not be read.", _problems, ("kind",)),
+    MetricSpec("counter", "weights_expert_uses", "Experts that steps used: in memory, on their way"
+               " since they were guessed, or on the disk.", _experts, ("found",)),
+    MetricSpec("counter", "weights_expert_guesses", "Experts read ahead for the next layer.",
+               lambda r: _of(r, "expert_guesses")),
+    MetricSpec("counter", "weights_expert_guesses_used", "Those of them that it used.",
+               lambda r: _of(r, "expert_used_guesses")),
+)  # fmt: skip

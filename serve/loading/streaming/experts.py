@@ -1,0 +1,295 @@
+"""Slots of memory for the experts of all mixtures, of which not all fit.
+
+One native operator covers all slots; a row's experts are translated to the slots where they are, so
+that the kernel computes what it would over experts that were all resident, with the same bits. The
+experts that were used most often stay: a step goes through the layers in turn, so that the expert
+that was used least recently is the one that is needed next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ops.backend import ExpertsOp, Router, Routing
+from serve.loading.streaming.reader import Fetch, WeightReader
+from serve.loading.streaming.units import Unit
+
+_DECAY = 0.95  # of how often an expert was used, per step
+_LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
+_LEARNING = 0.01
+_MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
+Ints = np.ndarray
+
+
+@dataclass(slots=True)
+class ExpertStats:
+    """How the experts that steps used were found, each once a step. hits: in memory; late: on their
+    way, since they were guessed; misses: on the disk. guesses: experts that were read ahead;
+    used_guesses: those of them that were used."""
+
+    hits: int = 0
+    late: int = 0
+    misses: int = 0
+    guesses: int = 0
+    used_guesses: int = 0
+
+
+class ExpertSlots:
+    """The slots of mixtures of one form. Only the thread that computes calls it."""
+
+    def __init__(
+        self,
+        units: Sequence[Sequence[Unit]],
+        addresses: Sequence[int],
+        op: ExpertsOp,
+        *,
+        num_out: int,
+        scales_input: bool,
+    ) -> None:
+        """units: of each mixture's experts. addresses: of the slots. op: over all slots, with
+        num_out outputs. Its reader is set before it computes."""
+        self._units, self._addresses, self._op = units, addresses, op
+        self._num_out, self._scales_input = num_out, scales_input
+        self.reader: WeightReader | None = None
+        width = max(map(len, units))
+        self._slot_of = np.full((len(units), width), -1, np.int32)
+        self._owner = np.full((len(addresses), 2), -1, np.int32)
+        self._heat = np.zeros((len(units), width), np.float64)
+        self._fetches: dict[int, Fetch] = {}
+        # slots of what was read ahead last, and the mixture and experts that were not there
+        self._guessed: Ints = np.empty(0, np.int32)
+        self._ahead: tuple[int, Ints] = -1, np.empty(0, np.int32)
+        self._precision, self._is_read = 1.0, False  # of guesses that were not in memory
+        self.stats = ExpertStats()
+        self.on_use: Callable[[int, list[int]], None] | None = None  # for measurements
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._addresses)
+
+    @property
+    def num_experts(self) -> int:
+        return sum(map(len, self._units))
+
+    @property
+    def all_units(self) -> list[Unit]:
+        return [unit for units in self._units for unit in units]
+
+    def first_content(self) -> list[tuple[int, int]]:
+        """Returns the mixture and the expert of each slot at the start."""
+        every = [
+            (mixture, expert)
+            for expert in range(self._slot_of.shape[1])
+            for mixture in range(len(self._units))
+            if expert < len(self._units[mixture])
+        ]
+        return every[: self.num_slots]
+
+    def content(self) -> list[tuple[int, int]]:
+        """Returns the mixtures and experts that are in memory now."""
+        return [(int(mixture), int(expert)) for mixture, expert in self._owner if mixture >= 0]
+
+    def fill(self, slot: int, mixture: int, expert: int) -> None:
+        """Notes that a slot has an expert, which somebody has read."""
+        self._slot_of[mixture, expert] = slot
+        self._owner[slot] = mixture, expert
+
+    def compute(
+        self,
+        mixture: int,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor | None,
+        guess: Callable[[], Tensor] | None = None,
+    ) -> Tensor:
+        """Computes an ExpertsOp of a mixture. guess: returns the experts that the next one will
+        probably use."""
+        if not routing.experts.numel():
+            return x if residual is None else residual
+        wanted = np.unique(routing.experts.numpy())
+        self._note(mixture, wanted)
+        if len(wanted) > self.num_slots:
+            return self._in_passes(mixture, wanted, x, routing, residual)
+        self._bring(mixture, wanted, wanted)
+        if guess is not None:
+            self._read_ahead(mixture + 1, np.unique(guess().numpy()), mixture, wanted)
+        self._wait(mixture, wanted)
+        return self._op(x, self._in_slots(mixture, routing), residual)
+
+    def join(self) -> None:
+        """Waits until nothing is written to the slots any more."""
+        for fetch in self._fetches.values():
+            fetch.join()
+
+    def _note(self, mixture: int, wanted: Ints) -> None:
+        """Counts how the experts of a step are found."""
+        if mixture == 0:
+            self._heat *= _DECAY
+        self._heat[mixture, wanted] += 1
+        slots = self._slot_of[mixture, wanted]
+        late = sum(slot in self._fetches and not self._fetches[slot].is_done for slot in slots)
+        misses = int((slots < 0).sum())
+        self.stats.misses += misses
+        self.stats.late += late
+        self.stats.hits += len(wanted) - misses - late
+        self._judge(mixture, wanted)
+        if self.on_use is not None:
+            self.on_use(mixture, wanted.tolist())
+
+    def _judge(self, mixture: int, wanted: Ints) -> None:
+        """Learns how many of the guesses come true, whether they were read or not."""
+        guessed, missing = self._ahead
+        if guessed != mixture or not len(missing):
+            return
+        used = int(np.isin(missing, wanted).sum())
+        if self._is_read:
+            self.stats.used_guesses += used
+        weight = min(1.0, _LEARNING * len(missing))
+        self._precision += weight * (used / len(missing) - self._precision)
+
+    def _read_ahead(self, mixture: int, experts: Ints, now: int, used: Ints) -> None:
+        """Reads what the next mixture will probably use, beside what is used now, as long as most
+        guesses come true."""
+        self._ahead = mixture, experts[self._slot_of[mixture, experts] < 0]
+        self._is_read = self._precision >= _LEAST_PRECISION
+        if not self._is_read or len(experts) + len(used) > self.num_slots:
+            return
+        self.stats.guesses += len(self._ahead[1])
+        used_slots = self._slot_of[now, used]
+        self._bring(mixture, experts, experts, used_slots)
+        self._guessed = self._slot_of[mixture, experts]
+
+    def _bring(
+        self, mixture: int, experts: Ints, kept: Ints, kept_slots: Ints | None = None
+    ) -> None:
+        """Starts to read those experts that have no slot, into the slots of the least used ones,
+        but for `kept` of this mixture and other slots, and what was read ahead."""
+        self._forget_failed(mixture, experts)
+        missing = experts[self._slot_of[mixture, experts] < 0]
+        if not len(missing):
+            return
+        owner = self._owner
+        cost = np.where(owner[:, 0] < 0, -1.0, self._heat[owner[:, 0], owner[:, 1]])
+        present = self._slot_of[mixture, kept]
+        cost[present[present >= 0]] = np.inf
+        if kept_slots is not None:
+            cost[kept_slots] = np.inf
+        guessed = self._guessed[np.isfinite(cost[self._guessed])]
+        if int(np.isfinite(cost).sum()) - len(guessed) >= len(missing):
+            cost[guessed] = np.inf
+        for slot, expert in zip(np.argsort(cost, kind="stable"), missing, strict=False):
+            self._read(int(slot), mixture, int(expert))
+
+    def _forget_failed(self, mixture: int, experts: Ints) -> None:
+        """Experts that were read ahead and did not come are read again."""
+        for slot in self._slot_of[mixture, experts].tolist():
+            fetch = self._fetches.get(slot)
+            if fetch is not None and fetch.is_done and fetch.error is not None:
+                self._empty(slot)
+
+    def _empty(self, slot: int) -> None:
+        self._slot_of[self._owner[slot][0], self._owner[slot][1]] = -1
+        self._owner[slot] = -1
+        del self._fetches[slot]
+
+    def _read(self, slot: int, mixture: int, expert: int) -> None:
+        fetch = self._fetches.pop(slot, None)
+        if fetch is not None:
+            fetch.join()
+        before = self._owner[slot]
+        if before[0] >= 0:
+            self._slot_of[before[0], before[1]] = -1
+        self.fill(slot, mixture, expert)
+        unit = self._units[mixture][expert]
+        assert self.reader is not None
+        self._fetches[slot] = self.reader.fetch(unit, self._addresses[slot])
+
+    def _wait(self, mixture: int, experts: Ints) -> None:
+        """Waits for experts that have a slot. WeightsLostError."""
+        for slot in self._slot_of[mixture, experts].tolist():
+            fetch = self._fetches.get(slot)
+            if fetch is None:
+                continue
+            assert self.reader is not None
+            try:
+                self.reader.wait(fetch)
+            except BaseException:
+                if fetch.is_done:
+                    self._empty(slot)
+                raise
+            del self._fetches[slot]
+
+    def _in_slots(self, mixture: int, routing: Routing) -> Routing:
+        slots = self._slot_of[mixture, routing.experts.numpy()]
+        return Routing(torch.from_numpy(slots), routing.weights)
+
+    def _in_passes(
+        self,
+        mixture: int,
+        wanted: Ints,
+        x: Tensor,
+        routing: Routing,
+        residual: Tensor | None,
+    ) -> Tensor:
+        """Computes more experts than there are slots: each pair of a row and an expert by itself,
+        in groups of experts, of which one is read while another is computed. The sums are those of
+        `ExpertsOneByOne`."""
+        rows, top_k = routing.experts.shape
+        pairs = routing.experts.numpy().reshape(-1)
+        weights = routing.weights.reshape(-1, 1)
+        parts: Tensor | None = None
+        has_slot = self._slot_of[mixture, wanted] >= 0
+        order = np.concatenate([wanted[has_slot], wanted[~has_slot]])
+        size = max(1, self.num_slots // 2)
+        groups = [order[at : at + size] for at in range(0, len(order), size)]
+        self._bring(mixture, groups[0], groups[0])
+        for number, group in enumerate(groups):
+            if number + 1 < len(groups):
+                after = groups[number + 1]
+                self._bring(mixture, after, np.concatenate([group, after]))
+            self._wait(mixture, group)
+            chosen = torch.from_numpy(np.flatnonzero(np.isin(pairs, group)))
+            picked = Routing(
+                torch.from_numpy(self._slot_of[mixture, pairs[chosen.numpy()]])[:, None],
+                weights[chosen] if self._scales_input else torch.ones(len(chosen), 1),
+            )
+            rows_of = x[chosen // top_k]
+            if parts is None:
+                parts = torch.empty(rows * top_k, self._num_out)
+            # -0 + y is y for every y, so that the sum has the bits of the product
+            nothing = torch.full((len(chosen), parts.shape[1]), -0.0)
+            parts[chosen] = self._op(rows_of, picked, nothing)
+        assert parts is not None, "some experts"
+        if not self._scales_input:
+            parts *= weights
+        split = parts.view(rows, top_k, -1)
+        total = split[:, 0]
+        for place in range(1, top_k):
+            total = total + split[:, place]
+        return total.to(x.dtype) if residual is None else residual + total.to(residual.dtype)
+
+
+class StreamedExperts:
+    """The ExpertsOp of one mixture. router: that of the next mixture, for guesses, and what turns
+    this one's input into that one's."""
+
+    def __init__(self, slots: ExpertSlots, mixture: int) -> None:
+        self._slots, self._mixture = slots, mixture
+        self.route: Callable[[Tensor, Router], Routing] | None = None
+        self.router: Router | None = None
+        self.ratio: Tensor | None = None
+
+    def __call__(self, x: Tensor, routing: Routing, residual: Tensor | None = None) -> Tensor:
+        can_guess = self.router is not None and len(x) <= _MAX_GUESS_ROWS
+        guess = (lambda: self._next_experts(x)) if can_guess else None
+        return self._slots.compute(self._mixture, x, routing, residual, guess)
+
+    def _next_experts(self, x: Tensor) -> Tensor:
+        assert self.route is not None and self.router is not None
+        read = x if self.ratio is None else (x * self.ratio).to(x.dtype)
+        return self.route(read, self.router).experts

@@ -1,0 +1,98 @@
+"""The weights of one model that are not all in memory: what has to be kept, asked and closed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from serve.loading.streaming.experts import ExpertSlots
+from serve.loading.streaming.placement import Placement
+from serve.loading.streaming.reader import WeightReader
+from serve.loading.streaming.ring import Ring
+from serve.loading.streaming.units import Piece
+from serve.models.layers.blocks import Block
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStats:
+    """resident_bytes: the memory of all weights here, buffers included. stalled_s: for which
+    steps waited. repeated, failed: pieces that were read again or could not be read. Experts that
+    steps used were in memory (hits), on their way (late) or on the disk (misses); guesses: those
+    that were read ahead for the next layer."""
+
+    resident_bytes: int
+    read_bytes: int
+    stalled_s: float
+    repeated: int
+    failed: int
+    expert_hits: int
+    expert_late: int
+    expert_misses: int
+    expert_guesses: int
+    expert_used_guesses: int
+
+
+class WeightStream:
+    """Hands out the blocks of a model when their weights are in memory."""
+
+    def __init__(
+        self,
+        reader: WeightReader,
+        ring: Ring | None,
+        numbers: Sequence[int | None],
+        slots: Sequence[ExpertSlots],
+        placement: Placement,
+        memory: Sequence[Tensor],
+        table_bytes: int,
+    ) -> None:
+        """numbers: of each layer in the ring; None: it is resident. memory: all there is, but for
+        table_bytes for rows of tables."""
+        self.reader, self.ring, self.slots, self.placement = reader, ring, slots, placement
+        self._numbers = numbers
+        self._memory, self._table_bytes = list(memory), table_bytes
+
+    def blocks(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        """Yields the blocks; the weights of one are in memory until the next is asked for.
+        WeightsLostError."""
+        for number, block in zip(self._numbers, blocks, strict=True):
+            if number is None or self.ring is None:
+                yield block
+            else:
+                with self.ring.using(number):
+                    yield block
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """What a step reads from the disk, and all experts."""
+        units = [] if self.ring is None else list(self.ring.units)
+        for slots in self.slots:
+            units += slots.all_units
+        return [piece for unit in units for piece in unit.pieces]
+
+    def stats(self) -> StreamStats:
+        read, experts = self.reader.stats, [each.stats for each in self.slots]
+        return StreamStats(
+            self.num_bytes,
+            read.num_bytes,
+            read.stalled_s,
+            read.repeated,
+            read.failed,
+            sum(each.hits for each in experts),
+            sum(each.late for each in experts),
+            sum(each.misses for each in experts),
+            sum(each.guesses for each in experts),
+            sum(each.used_guesses for each in experts),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of the memory of all weights; 0 after `close`."""
+        return sum(part.nbytes for part in self._memory) + self._table_bytes
+
+    def close(self) -> None:
+        """Ends all reads. The model must not be computed any more."""
+        self.reader.close()
+        self._memory.clear()
+        self._table_bytes = 0
