@@ -25,6 +25,7 @@ _MIN_PAGE_BYTES = 16 << 10
 _MAX_PAGE_BYTES = 2 * _MIB
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
+_MOST_PADDING = 1.02  # of tiles
 # Linux allows 65,530 mappings in a process; every page can become one of them.
 _MAX_PAGES = 30_000
 
@@ -62,7 +63,8 @@ def size_kv(
             )
         max_len = config.max_model_len
     # More than all sequences at full length is never used.
-    most = config.max_num_seqs * (_most_bytes(config, groups, max_len) + _MAX_PAGE_BYTES)
+    whole = int(_most_bytes(config, groups, max_len) * _MOST_PADDING)
+    most = config.max_num_seqs * (whole + _MAX_PAGE_BYTES)
     if config.kv_cache_bytes is not None:
         budget = _granted(config.kv_cache_bytes, most, free_bytes)
     else:
@@ -213,7 +215,7 @@ def _tile_in(page_bytes: int, tile_bytes: int) -> int:
     Otherwise tiles cross pages.
     """
     count = page_bytes // tile_bytes
-    while count and page_bytes <= 1.02 * count * tile_bytes:
+    while count and page_bytes <= _MOST_PADDING * count * tile_bytes:
         if page_bytes % count == 0 and page_bytes // count % _LINE_BYTES == 0:
             return page_bytes // count
         count -= 1
@@ -231,7 +233,7 @@ def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int,
         tiles *= 2
     while tiles * tile_bytes < _MIN_PAGE_BYTES or budget // (tiles * tile_bytes) > _MAX_PAGES:
         tiles *= 2
-    if _padded(tile_bytes, tiles) > 1.02 * tile_bytes:  # a larger page wastes less
+    if _padded(tile_bytes, tiles) > _MOST_PADDING * tile_bytes:  # a larger page wastes less
         tiles *= 2
     padded = _padded(tile_bytes, tiles)
     return tiles * padded, padded
