@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 from serve.errors import RequestError
 from serve.parameter_checks import as_tuple, check_float, check_int, check_length
@@ -29,17 +30,29 @@ PRIORITY_LIMIT = 1 << 31
 _SALT = re.compile(r"[A-Za-z0-9_-]{1,128}")
 
 
+class TokenScores(NamedTuple):
+    """The log-probability of a token, its rank, and those of the most likely ones by token id."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(frozen=True, slots=True)
 class AnswerSoFar:
     """The tokens that a sequence has got from another engine, after which it goes on here.
-    finish_reason: "stop" or "length" if it had ended with the last of them; None if it had not. One
-    without tokens begins anew."""
+    finish_reason: "stop" or "length" if it had ended with the last of them; None if it had not.
+    scores: of each token, where the answer is to have them; none: they are not known. One without
+    tokens begins anew."""
 
     token_ids: tuple[int, ...] = ()
     finish_reason: str | None = None
+    scores: tuple[TokenScores, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "token_ids", as_tuple("token_ids", self.token_ids))
+        if self.scores and len(self.scores) != len(self.token_ids):
+            raise RequestError("there must be scores of all tokens", param="answers_so_far")
         if self.finish_reason not in (None, "stop", "length"):
             raise RequestError(
                 'finish_reason must be "stop", "length" or null', param="answers_so_far"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -16,6 +16,7 @@ from serve.errors import ConfigError
 
 _LOAD = "Load, SLO and budget"
 _GRID = "Many GPUs for one long prompt"
+_PARTED = "Prompts apart from answers"
 NOT_SERVED = 3  # exit code
 
 
@@ -110,6 +111,22 @@ def plan(
             "--disaggregated", help="Also show compute devices with separate memory devices."
         ),
     ] = False,
+    prefill_apart: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PREFILL:DECODE",
+            help="Simulate so many servers of one --machine, such as 1:1: each call at one server,"
+            " prompts apart from answers, and as `serve front` decides.",
+            rich_help_panel=_PARTED,
+        ),
+    ] = None,
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="Calls a second; by default 50 and 80 % of what these servers can do.",
+            rich_help_panel=_PARTED,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="Rows of the comparison.")] = 15,
     hardware: Annotated[
         Path | None,
@@ -142,15 +159,12 @@ def plan(
 
             run_and_report(model=None if model == DEFAULT_MODEL else Path(model))
             return
+        budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
+        others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+        common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "json_file": json_file}
         if any(option is not None for option in (gpus, tbt, gpus_per_server)):
-            budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
-            load: dict[str, object] = {
-                "prompt": prompt,
-                "output": output,
-                "tpot": tpot,
-                "batch": batch,
-            }
-            others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+            load = {"prompt": prompt, "output": output, "tpot": tpot, "batch": batch}
+            others |= {"prefill-apart": prefill_apart, "rate": rate}
             _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
             _plan_grids(
                 model,
@@ -160,36 +174,40 @@ def plan(
                 context=None if context is None else parse_tokens("context", context),
                 server_gpus=gpus_per_server,
                 machines=machine or (),
-                dtype=dtype,
-                kv_dtype=kv_dtype,
                 hardware=hardware,
                 top=top,
-                json_file=json_file,
+                **common,
             )
             return
-        from bench.plan import run
-
-        result = run.run(
+        common |= {"ttft_s": parse_seconds("ttft", ttft, "ms"), "tpot_ms": tpot}
+        if prefill_apart is not None or rate is not None:
+            others |= {"batch": batch, "context": context, "hardware": hardware}
+            _refuse(budget | others, "cannot be used with prefill-apart")
+            lengths = prompt, output
+            _plan_parted(model, prefill_apart, machine or [], lengths, rate=rate, **common)
+            return
+        _plan_machines(
             model,
             hardware=hardware,
             machines=machine or (),
-            dtype=dtype,
-            kv_dtype=kv_dtype,
             prompt=prompt,
             output=output,
-            batches=whole_numbers("batch", batch) or run.BATCHES,
+            batches=whole_numbers("batch", batch),
             contexts=parse_token_list("context", context),
-            ttft_s=parse_seconds("ttft", ttft, "ms"),
-            tpot_ms=tpot,
             usd_per_h=usd_per_h,
             usd_per_m=usd_per_m,
             disaggregated=disaggregated,
             top=top,
-            json_file=json_file,
             png_file=png_file,
+            **common,
         )
-        if not run.is_served(result):
-            raise typer.Exit(NOT_SERVED)
+
+
+def _plan_machines(model: str, *, batches: Sequence[int] | None, **options: Any) -> None:
+    from bench.plan import run
+
+    if not run.is_served(run.run(model, batches=batches or run.BATCHES, **options)):
+        raise typer.Exit(NOT_SERVED)
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:
@@ -207,6 +225,27 @@ def _plan_grids(model: str, **options: Any) -> None:
         typer.echo(f"--gpus is not given: grids of up to {GPUS} GPUs")
     if not run_grids(model, **given)["is_served"]:
         raise typer.Exit(NOT_SERVED)
+
+
+def _plan_parted(
+    model: str,
+    parts: str | None,
+    machines: list[str],
+    lengths: tuple[int | None, int | None],
+    **options: Any,
+) -> None:
+    """lengths: of prompt and answer; None has its default."""
+    from bench.plan.run import OUTPUT, PROMPT
+    from bench.simulate.fleet_figures import Mix
+    from bench.simulate.parted_plan import parse_parts, run_parted
+
+    if parts is None:
+        raise ConfigError("rate needs prefill-apart")
+    if len(machines) != 1:
+        raise ConfigError("prefill-apart needs exactly one machine")
+    prompt, output = lengths
+    mix = Mix(PROMPT if prompt is None else prompt, OUTPUT if output is None else output)
+    run_parted(model, parse_parts(parts), machine=machines[0], mix=mix, **options)
 
 
 def _show_known(hardware: Path | None) -> None:

@@ -6,7 +6,8 @@ simulator predicts.
 Two servers with one thread each, which are K/V peers, get the same Poisson arrivals in three ways:
 
     merged    `serve front --prefill-apart off`: each call at one server
-    apart     all prompts at the first server, all answers at the second one
+    apart     all prompts at the first server, all answers at the second one; with --at-once, which
+              gets each call while the first one still computes
     auto      `serve front --prefill-apart auto`: call by call
 
 Rates are shares of what merged servers can do, by the simulator. Its step costs come from two
@@ -31,12 +32,14 @@ import aiohttp
 import numpy as np
 import orjson
 
-from bench.cluster.apart_load import Client, Figures, Mix, Seen, Slo, figures, median_seen, poisson
+from bench.cluster.apart_load import Client, median_seen
 from bench.cluster.servers import Server, start_front, until_ready
 from bench.cluster.step_costs import TracedEngine, traced
 from bench.common.checkpoints import model_directory
 from bench.plan.calibrate import FittedCost
 from bench.simulate.fleet import FleetCall, FleetRecord, FleetSimulation, HandOver, Way
+from bench.simulate.fleet_figures import Figures, Mix, Seen, Slo, figures, poisson, seen_of
+from bench.simulate.noise import NoisyCost
 from bench.simulate.settings import PoolDelays
 from serve.cluster.front.replicas import JOURNAL, LOAD_HEADER
 from serve.machine import free_port
@@ -75,10 +78,15 @@ class Planner:
 
     def run(self, calls: Sequence[FleetCall], way: Way) -> list[FleetRecord]:
         settings = self.engine.settings(self.config, self.delays)
-        return FleetSimulation(self.cost, settings, self.hand_over, way).run(calls)
+        kinds = dict.fromkeys((call.num_prompt, call.num_output) for call in calls)
+        warm_up = [FleetCall(0.0, prompt, min(32, output)) for prompt, output in kinds]
+        fitted = self.cost.fitted
+        cost = NoisyCost(self.cost, fitted.median_error, fitted.p90_error)
+        simulation = FleetSimulation(cost, settings, self.hand_over, way, warm_up=warm_up)
+        return simulation.run(calls)
 
     def seen(self, calls: Sequence[FleetCall], way: Way) -> list[Seen]:
-        return [_seen(record) for record in self.run(calls, way)]
+        return [seen_of(record) for record in self.run(calls, way)]
 
     def capacity(self, mix: Mix) -> float:
         """Returns the calls a second that merged servers end when many wait."""
@@ -86,17 +94,13 @@ class Planner:
         return len(calls) / max(record.times[-1] for record in self.run(calls, "merged"))
 
 
-def _seen(record: FleetRecord) -> Seen:
-    gaps = [b - a for a, b in zip(record.times, record.times[1:], strict=False)]
-    return Seen(record.ttft_s, record.tpot_s, max(gaps, default=0.0))
-
-
 class Rig:
     """The servers and the hops. ask: by way, how a call is sent."""
 
-    def __init__(self, client: Client, servers: list[str]) -> None:
+    def __init__(self, client: Client, servers: list[str], *, at_once: bool = False) -> None:
         self.client = client
         self.servers = servers
+        self.at_once = at_once
         self._hops: dict[Way, str] = {}
 
     async def start_hops(self, stack: AsyncExitStack) -> None:
@@ -110,7 +114,8 @@ class Rig:
             return lambda mix: self.client.ask(self._hops[way], mix)
 
         async def apart(mix: Mix) -> Seen:
-            return (await self.client.ask_apart(*self.servers, mix))[0]
+            asked = self.client.ask_apart(*self.servers, mix, at_once=self.at_once)
+            return (await asked)[0]
 
         return apart
 
@@ -121,7 +126,9 @@ class Rig:
             return found
 
 
-async def started(stack: AsyncExitStack, model: str, config: dict[str, Any]) -> Rig:
+async def started(
+    stack: AsyncExitStack, model: str, config: dict[str, Any], *, at_once: bool = False
+) -> Rig:
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mergestep-apart-")))
     key = folder / "key"
     key.write_text("a key for a measurement")
@@ -147,7 +154,7 @@ async def started(stack: AsyncExitStack, model: str, config: dict[str, Any]) -> 
     session = aiohttp.ClientSession(connector=connector, timeout=timeout)
     await stack.enter_async_context(session)
     await _until_peers(session, urls)
-    return Rig(Client(session, model), urls)
+    return Rig(Client(session, model), urls, at_once=at_once)
 
 
 async def _until_peers(session: aiohttp.ClientSession, urls: list[str]) -> None:
@@ -179,15 +186,23 @@ async def alone(rig: Rig, planner: Planner, mixes: list[Mix]) -> tuple[Planner, 
     planner = await crowded(rig, planner)
     single: dict[Mix, Seen] = {}
     moves: list[tuple[int, float]] = []
+    waits: dict[bool, list[float]] = {False: [], True: []}
     rests: list[float] = []
     for mix in mixes:
         seen = [await rig.ask("merged")(mix) for _ in range(_ALONE)]
         single[mix] = median_seen(seen)
         for _ in range(_ALONE):
-            _, moved_s = await rig.client.ask_apart(*rig.servers, mix._replace(output=2))
-            moves.append((mix.prompt, moved_s))
+            for at_once, of_them in waits.items():
+                short = mix._replace(output=2)
+                _, moved_s = await rig.client.ask_apart(*rig.servers, short, at_once=at_once)
+                of_them.append(moved_s)
+            moves.append((mix.prompt, waits[rig.at_once][-1]))
         expected = planner.seen([FleetCall(0.0, *mix)], "merged")[0]
         rests.append(single[mix].ttft_s - expected.ttft_s)
+    after, meanwhile = (1e3 * float(np.median(of_them)) for of_them in waits.values())
+    print(
+        f"a call alone goes on {after:.0f} ms after its prompt, {meanwhile:.0f} ms if sent at once"
+    )
     lengths, seconds = np.array(moves).T
     if len(set(lengths)) > 1:
         token_s, fixed_s = np.polyfit(lengths, seconds, 1)
@@ -214,7 +229,7 @@ async def measure(given: argparse.Namespace) -> list[dict[str, Any]]:
     print(f"steps: {cost.num_steps}, median error of the fit {100 * cost.median_error:.1f} %")
     found = []
     async with AsyncExitStack() as stack:
-        rig = await started(stack, "m", config)
+        rig = await started(stack, "m", config, at_once=given.at_once)
         async with AsyncExitStack() as hops:
             await rig.start_hops(hops)
             planner, single = await alone(rig, Planner(ServedCost(cost), engine, config), mixes)
@@ -314,6 +329,7 @@ def main() -> None:
     parser.add_argument("--model", default="random:llama-300m")
     parser.add_argument("--mixes", default="1024/32,512/256,128/256", help="PROMPT/ANSWER tokens")
     parser.add_argument("--loads", default="0.5,0.8", help="shares of what merged servers can do")
+    parser.add_argument("--at-once", action="store_true", help="apart: without waiting for prompts")
     parser.add_argument("--seconds", type=float, default=20.0, help="of each run")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1)

@@ -5,90 +5,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import math
 import random
 import statistics
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import aiohttp
 
 from bench.simulate.fleet import FleetCall
+from bench.simulate.fleet_figures import Mix, Seen
 
 PATH = "/v1/completions"
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-
-
-class Mix(NamedTuple):
-    """Tokens of each prompt and of each answer."""
-
-    prompt: int
-    output: int
-
-    def __str__(self) -> str:
-        return f"{self.prompt}/{self.output}"
-
-
-class Seen(NamedTuple):
-    """One call, in seconds. gap_s: its longest gap."""
-
-    ttft_s: float
-    tpot_s: float
-    gap_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Slo:
-    """The longest time to the first token, and between tokens on average."""
-
-    ttft_s: float
-    tpot_s: float
-
-    def is_kept(self, seen: Seen) -> bool:
-        return seen.ttft_s <= self.ttft_s and seen.tpot_s <= self.tpot_s
-
-
-class Figures(NamedTuple):
-    """Of one run: milliseconds, and calls a second that kept the SLO."""
-
-    ttft_p50: float
-    ttft_p99: float
-    tpot_p50: float
-    tpot_p99: float
-    gap_p99: float
-    qps: float
-
-
-def figures(seen: Sequence[Seen], slo: Slo, seconds: float) -> Figures:
-    """seconds: in which the calls arrived."""
-
-    def of(values: list[float], share: float) -> float:
-        return 1e3 * sorted(values)[min(len(values) - 1, math.ceil(share * len(values)) - 1)]
-
-    ttft, tpot = [one.ttft_s for one in seen], [one.tpot_s for one in seen]
-    kept = sum(slo.is_kept(one) for one in seen)
-    gaps = [one.gap_s for one in seen]
-    return Figures(
-        of(ttft, 0.5),
-        of(ttft, 0.99),
-        of(tpot, 0.5),
-        of(tpot, 0.99),
-        of(gaps, 0.99),
-        kept / seconds,
-    )
-
-
-def poisson(mix: Mix, qps: float, seconds: float, seed: int) -> list[FleetCall]:
-    """Returns as many calls as the rate gives in that time, the first one at once."""
-    rng = random.Random(seed)
-    count = max(2, round(qps * seconds))
-    times = [rng.expovariate(1.0) for _ in range(count)]
-    scale, at_s, calls = seconds / sum(times), 0.0, []
-    for gap in times:
-        calls.append(FleetCall(at_s, *mix))
-        at_s += scale * gap
-    return calls
 
 
 class Client:
@@ -108,19 +36,27 @@ class Client:
         """Asks the hop, or one server."""
         return await self._read(url, self.body(mix), asyncio.get_running_loop().time())
 
-    async def ask_apart(self, prefill: str, decode: str, mix: Mix) -> tuple[Seen, float]:
-        """Has one server compute the prompt and another one answer, as routers of vLLM's engines
-        do. Returns also the seconds until the second one's first token."""
+    async def ask_apart(
+        self, prefill: str, decode: str, mix: Mix, *, at_once: bool = False
+    ) -> tuple[Seen, float]:
+        """Has one server compute the prompt and another one answer: one after the other, as routers
+        of vLLM's engines do, or at once. Returns also the seconds from the first one's answer to
+        the second one's first token."""
         loop = asyncio.get_running_loop()
         began_s, body = loop.time(), self.body(mix)
-        first = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
-        async with self._session.post(prefill + PATH, json=first) as response:
+        computing = asyncio.create_task(self._compute(prefill, body))
+        given = {"do_remote_prefill": True} if at_once else (await computing)[1]
+        seen = await self._read(decode, body | {"kv_transfer_params": given}, began_s)
+        computed_s, _ = await computing
+        return seen, seen.ttft_s - (computed_s - began_s)
+
+    async def _compute(self, url: str, body: dict[str, Any]) -> tuple[float, dict[str, Any]]:
+        """Has a server compute a prompt; returns when it has, and what the next one needs."""
+        asked = body | {"stream": False, "max_tokens": 1, "kv_transfer_params": _ASKED}
+        async with self._session.post(url + PATH, json=asked) as response:
             answer = await response.json()
             assert response.status == 200, answer
-        moved_s = loop.time()
-        body["kv_transfer_params"] = answer["kv_transfer_params"]
-        seen = await self._read(decode, body, began_s)
-        return seen, seen.ttft_s - (moved_s - began_s)
+        return asyncio.get_running_loop().time(), answer["kv_transfer_params"]
 
     async def _read(self, url: str, body: dict[str, Any], began_s: float) -> Seen:
         loop = asyncio.get_running_loop()

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from memory.attention.seam import AttentionLayer, AttentionStep
 from memory.attention.tiled import TiledKVLayout, TiledLocalAttention, append, tiled_ops
-from memory.attention.token_stores import TiledTokens
+from memory.attention.token_stores import ScoredRows, TiledTokens
 from memory.policies.eviction import EVICTION_POLICIES, OBSERVED_ROWS
 from ops.cpu.native_tiled_attention import TiledAttentionStep
 
@@ -60,8 +60,9 @@ def measure(context: int, num_layers: int, repeat: int) -> list[float]:
             plan.finish(plan.begin(layer, row), None, None, None)
 
     def score(q: torch.Tensor) -> None:
+        scorer = tokens.scorer([ScoredRows(0, 0, len(q), context, sums, None, None)])
         for layer in range(num_layers):
-            tokens.add_scores(layer, 0, context, q, sums[layer], None, None)
+            scorer.add(layer, q)
 
     budget, keep = int(context * _SHARE), EVICTION_POLICIES["h2o"].keep
     chosen = [keep(sums[layer, :, :context], budget) for layer in range(num_layers)]

@@ -2,7 +2,8 @@
 
 Each server is a simulated engine. `ReplicaSet` and `Parting` choose among them, with what the
 simulated servers would publish. K/V that is pulled is not computed again: the rest of a call is a
-sequence of one row whose decode rows attend to the whole context.
+sequence of one row whose decode rows attend to the whole context. Where the hop sends a call to two
+servers at once, the second one has pulled all but the last chunk when the prompt is computed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from bench.simulate.settings import SimulationSettings
 from serve.cluster.front.apart import ServerLoad
 from serve.cluster.front.parting import Parting
 from serve.cluster.front.prefix_affinity import BLOCK_BYTES
-from serve.cluster.front.prompt import Prompt
+from serve.cluster.front.prompt import NO_PROMPT, Prompt
 from serve.cluster.front.replicas import CHECK_S, Choice, ReplicaSet
 from serve.engine.early_rejection import forecast_load
 from serve.engine.early_rejection import predicted_ttft_s as ttft_s
@@ -33,6 +34,7 @@ from serve.scheduler.step_time import StepWork
 
 Way = Literal["merged", "apart", "auto"]
 _ID_BYTES = 4  # of a token in the text of a body
+_WARM_UP = 3  # calls of a kind
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +96,9 @@ class _PulledCost:
 
 @dataclass(slots=True)
 class _Leg:
-    """What a call does at one server. following: where it goes on after its first token. choice:
-    until then. moved_at_s: when it left another server."""
+    """What a call does at one server. choice: until its first token. following: whether it may go
+    on elsewhere then. then_at: the choice of the server that waits for the prompt. moved_at_s: when
+    it left another server."""
 
     record: FleetRecord
     prompt: Prompt
@@ -103,6 +106,7 @@ class _Leg:
     choice: Choice | None = None
     following: bool = False
     gives_tokens: bool = True
+    then_at: Choice | None = None
     moved_at_s: float | None = None
     num_pulled: int = 0
 
@@ -125,6 +129,17 @@ class _Server:
         self.cost.num_context += leg.num_pulled
         self.engine.add(sequence, leg.num_output)
 
+    def warm_up(self, call: FleetCall, count: int) -> None:
+        """Lets it learn what steps take from so many equal calls, before the clock starts."""
+        record = FleetRecord(call)
+        for _ in range(count):
+            leg = _Leg(record, NO_PROMPT, call.num_output)
+            self.add(leg, call.num_prompt, 0.0)
+        while self.scheduler.has_work():
+            for sequence in self.engine.step() or ():
+                self.ended(sequence)
+        self.engine.now_s = 0.0
+
     def ended(self, sequence: EngineSequence) -> _Leg:
         leg = self.legs.pop(sequence)
         self.cost.num_context -= leg.num_pulled
@@ -133,7 +148,8 @@ class _Server:
 
 class FleetSimulation:
     """Runs calls through num_servers servers. way: "merged": every call stays at one server;
-    "auto": the hop decides; "apart": the first server computes all prompts, the others decode."""
+    "auto": the hop decides; "apart": the first num_prefill servers compute all prompts, the others
+    decode. warm_up: calls from which each server has learned, as one that has run for a while."""
 
     def __init__(
         self,
@@ -142,7 +158,11 @@ class FleetSimulation:
         hand_over: HandOver,
         way: Way,
         num_servers: int = 2,
+        *,
+        num_prefill: int = 1,
+        warm_up: Sequence[FleetCall] = (),
     ) -> None:
+        assert 0 < num_prefill < num_servers, f"{num_prefill} of {num_servers}"
         self._delays = settings.delays
         self._hand_over = hand_over
         self._way = way
@@ -153,6 +173,9 @@ class FleetSimulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._num_left = 0
+        self._num_prefill = num_prefill
+        for server, call in itertools.product(self._servers, warm_up):
+            server.warm_up(call, _WARM_UP)
         for replica in self._replicas.replicas:
             replica.is_ready = True
 
@@ -214,7 +237,8 @@ class FleetSimulation:
         prompt = Prompt(names, call.num_prompt, True, True, call.num_output, True)
         if self._way == "apart":
             leg = _Leg(record, prompt, 1, gives_tokens=False)
-            self._servers[0].add(leg, call.num_prompt, now_s)
+            first = min(self._servers[: self._num_prefill], key=lambda s: len(s.legs))
+            first.add(leg, call.num_prompt, now_s)
             return
         choice, following = self.parting.choose(prompt, (), now_s)
         assert choice is not None, "all servers are ready"
@@ -222,6 +246,10 @@ class FleetSimulation:
         # one that may go on elsewhere is taken up again after its first token
         most = call.num_output if following is None else 1
         leg = _Leg(record, prompt, most, choice, following=following is not None)
+        if following is not None and self.parting.is_soon(prompt, choice, following):
+            leg.gives_tokens = False
+            leg.then_at = self._replicas.take(following, names, 0.0)
+            following.num_calls += 1
         self._of[choice.replica].add(leg, call.num_prompt, now_s)
 
     def _step(self, server: _Server) -> None:
@@ -248,6 +276,8 @@ class FleetSimulation:
             replica = self._replicas.replicas[server.number]
             if leg.choice is not None and leg.moved_at_s is not None:
                 self.parting.moved(leg.prompt, leg.choice, now_s - leg.moved_at_s)
+            elif leg.choice is not None and leg.then_at is not None:
+                self._replicas.note_end(leg.choice)
             elif leg.choice is not None:
                 self._replicas.note_first(leg.choice, now_s - leg.record.call.at_s)
             leg.choice = leg.moved_at_s = None
@@ -259,20 +289,26 @@ class FleetSimulation:
         call, had = leg.record.call, len(leg.record.times)
         then = _Leg(leg.record, leg.prompt, call.num_output - had, num_pulled=call.num_prompt)
         if self._way == "apart":
-            others = self._servers[1:]
+            others = self._servers[self._num_prefill :]
             target = min(others, key=lambda s: len(s.legs))
         else:
             here = self._replicas.replicas[server.number]
             here.num_calls -= 1
             here.num_streams -= 1
-            following = self.parting.next_server(leg.prompt, here) or here
-            following.num_calls += 1
+            if leg.then_at is not None:
+                then.choice, following = leg.then_at, leg.then_at.replica
+            else:
+                following = self.parting.next_server(leg.prompt, here) or here
+                following.num_calls += 1
+                if following is not here:
+                    then.choice = self._replicas.take(following, leg.prompt.names, 0.0)
             target = self._of[following]
-            if following is not here:
-                then.choice = self._replicas.take(following, leg.prompt.names, 0.0)
         after_s = 0.0
         if target is not server:
-            after_s, then.moved_at_s = self._hand_over.seconds(call.num_prompt), now_s
+            num_left = call.num_prompt
+            if leg.then_at is not None:
+                num_left = min(num_left, server.scheduler.limits.max_num_batched_tokens)
+            after_s, then.moved_at_s = self._hand_over.seconds(num_left), now_s
         self._at(now_s + after_s, partial(target.add, then, 1))
 
 

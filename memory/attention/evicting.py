@@ -25,12 +25,13 @@ from memory.attention.seam import (
     Rotation,
     Ticket,
 )
-from memory.attention.token_stores import Floats, Kept, TokenStore
+from memory.attention.token_stores import Floats, Kept, KeyScorer, ScoredRows, TokenStore
 from memory.policies.drop_schedule import NEVER, DropSchedule, layer_budgets
 from memory.policies.eviction import gumbel_noise, policy_of, temperature
 from memory.policies.setting import KVPolicy
 
 _TILE = 16
+_NOISE_AHEAD = 64  # keys whose noise is drawn before they are there
 
 
 @dataclass(slots=True)
@@ -49,19 +50,6 @@ class _Scored:
     sums: Floats | None = None
     noise: Floats | None = None
     filled: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """Rows of a step that give scores: [first, end) of the step's rows, the last of which sees
-    kv_len keys."""
-
-    sequence: _Scored
-    start: int
-    first: int
-    end: int
-    kv_len: int
-    sharpness: Floats | None
 
 
 class EvictingAttention:
@@ -152,7 +140,7 @@ class EvictingAttention:
         sequences = [self._sequences.get(start) for start in step.starts]
         shorter = [s.shorter if s is not None else () for s in sequences]
         plan = self._layered(step, shorter) if any(shorter) else self._inner.plan(step)
-        scored: list[_Rows] = []
+        scored: list[ScoredRows] = []
         first = 0
         for sequence, start, rows, kv_len in zip(
             sequences, step.starts, step.num_rows, step.kv_lens, strict=True
@@ -161,7 +149,7 @@ class EvictingAttention:
                 found = self._rows(sequence, start, first, rows, kv_len)
                 scored += [] if found is None else [found]
             first += rows
-        return _ScoringPlan(plan, self.store, scored) if scored else plan
+        return _ScoringPlan(plan, self.store.scorer(scored)) if scored else plan
 
     def _layered(self, step: AttentionStep, shorter: Sequence[Sequence[int]]) -> Attention:
         plans: dict[tuple[int, ...], Attention] = {}
@@ -176,7 +164,7 @@ class EvictingAttention:
 
     def _rows(
         self, sequence: _Scored, start: int, row: int, num_rows: int, kv_len: int
-    ) -> _Rows | None:
+    ) -> ScoredRows | None:
         """Returns those rows of a sequence that give scores, and makes room for them. row: the
         first of its num_rows rows in the step."""
         position = kv_len + sequence.dropped - num_rows
@@ -191,9 +179,10 @@ class EvictingAttention:
             positions = range(position + skipped, position + num_rows - missing)
             values = [1.0 / temperature(p, num_prompt, sequence.num_answer) for p in positions]
             sharpness = np.array(values, dtype=np.float32)
-        return _Rows(
-            sequence, start, row + skipped, row + num_rows - missing, kv_len - missing, sharpness
-        )
+        assert sequence.sums is not None
+        first, end = row + skipped, row + num_rows - missing
+        sums, noise = sequence.sums, sequence.noise
+        return ScoredRows(start, first, end, kv_len - missing, sums, noise, sharpness)
 
     def _make_room(self, sequence: _Scored, kv_len: int) -> None:
         shape = (self._num_layers, self._num_heads)
@@ -205,7 +194,8 @@ class EvictingAttention:
             if self.policy.is_noisy:
                 sequence.noise = _extended(sequence.noise, empty)
         if sequence.noise is not None and sequence.filled < kv_len:
-            first, end = sequence.filled, kv_len
+            first = sequence.filled
+            end = min(kv_len + _NOISE_AHEAD, sequence.noise.shape[2])
             positions = first + sequence.dropped, end + sequence.dropped
             sequence.noise[:, :, first:end] = gumbel_noise(sequence.seed, *shape, *positions)
             sequence.filled = end
@@ -245,8 +235,8 @@ class Choice:
 class _ScoringPlan:
     """Attention for a step some of whose rows give scores."""
 
-    def __init__(self, inner: Attention, store: TokenStore, scored: Sequence[_Rows]) -> None:
-        self._inner, self._store, self._scored = inner, store, scored
+    def __init__(self, inner: Attention, scorer: KeyScorer) -> None:
+        self._inner, self._scorer = inner, scorer
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return self._inner.begin(layer, q)
@@ -255,19 +245,7 @@ class _ScoringPlan:
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         pending = self._inner.finish(ticket, k, v, rotation)
-        layer = ticket.layer
-        for rows in self._scored:
-            sums, noise = rows.sequence.sums, rows.sequence.noise
-            assert sums is not None
-            self._store.add_scores(
-                layer,
-                rows.start,
-                rows.kv_len,
-                ticket.q[rows.first : rows.end],
-                sums[layer],
-                None if noise is None else noise[layer],
-                rows.sharpness,
-            )
+        self._scorer.add(ticket.layer, ticket.q)
         return pending
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -14,30 +15,43 @@ from torch import Tensor
 
 from memory.attention.kv_layout import KVCache
 from memory.attention.tiled import TiledKVLayout
-from ops.cpu.native_key_scores import KeyScoring
+from ops.cpu.native_key_scores import KeyScoring, ScorePlan
 from quant.kv import Int8KVFormat
 
 Floats = npt.NDArray[np.float32]
 Kept = npt.NDArray[np.int32]
 
 
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of a step that give scores: [first, end) of its rows, the last of which sees kv_len keys
+    of the range at token address `start`. sums: [layers, Hk, at least kv_len], to which the rows'
+    weights are added. noise: as sums, is added to the scores, and sharpness: [rows], multiplies
+    them."""
+
+    start: int
+    first: int
+    end: int
+    kv_len: int
+    sums: Floats
+    noise: Floats | None
+    sharpness: Floats | None
+
+
+class KeyScorer(Protocol):
+    """Scores the keys of one step."""
+
+    def add(self, layer: int, q: Tensor) -> None:
+        """Adds the weights of the rows in a layer whose K is written, row after row. q: [rows of
+        the step, H, D]."""
+
+
 class TokenStore(Protocol):
     """The K/V of all layers. `start` is a range's first token address; kept has for each layer the
     tokens that stay, [Hk, tokens], rising."""
 
-    def add_scores(
-        self,
-        layer: int,
-        start: int,
-        kv_len: int,
-        q: Tensor,
-        sums: Floats,
-        noise: Floats | None,
-        sharpness: Floats | None,
-    ) -> None:
-        """Adds the weights of the last len(q) rows of kv_len keys to sums, [Hk, more than kv_len],
-        row after row. q: [rows, H, D]. noise: as sums, is added to the scores, and sharpness:
-        [rows], multiplies them."""
+    def scorer(self, scored: Sequence[ScoredRows]) -> KeyScorer:
+        """Returns what scores these rows of a step."""
 
     def move(self, start: int, kept: Sequence[Kept]) -> None:
         """Moves the tokens to the first places of their range."""
@@ -73,19 +87,12 @@ class TiledTokens:
     def _base(self, start: int) -> int:
         return self._address + start * self._layout.token_bytes
 
-    def add_scores(
-        self,
-        layer: int,
-        start: int,
-        kv_len: int,
-        q: Tensor,
-        sums: Floats,
-        noise: Floats | None,
-        sharpness: Floats | None,
-    ) -> None:
-        tile_bytes = self._layout.tile_bytes
-        rows = q.float().contiguous()
-        self._ops[layer].add(self._base(start), tile_bytes, kv_len, rows, sums, noise, sharpness)
+    def scorer(self, scored: Sequence[ScoredRows]) -> KeyScorer:
+        plan = ScorePlan(self._layout.tile_bytes)
+        for it in scored:
+            base, count = self._base(it.start), it.end - it.first
+            plan.add(base, it.first, count, it.kv_len, it.sums, it.noise, it.sharpness)
+        return _TiledScorer(self._ops, plan)
 
     def move(self, start: int, kept: Sequence[Kept]) -> None:
         base = self._base(start)
@@ -105,6 +112,14 @@ class TiledTokens:
         ctypes.memmove(self._base(start), taken.ctypes.data, taken.nbytes)
 
 
+class _TiledScorer:
+    def __init__(self, ops: Sequence[KeyScoring], plan: ScorePlan) -> None:
+        self._ops, self._plan = ops, plan
+
+    def add(self, layer: int, q: Tensor) -> None:
+        self._ops[layer].add(self._plan, layer, q.float())
+
+
 class PlainTokens:
     """K/V in floating point, computed with torch: slower than the kernels of int8 K/V."""
 
@@ -112,31 +127,8 @@ class PlainTokens:
         self._cache = cache
         self._layers = [cache.layer(i) for i in range(len(cache.layout.layers))]
 
-    def add_scores(
-        self,
-        layer: int,
-        start: int,
-        kv_len: int,
-        q: Tensor,
-        sums: Floats,
-        noise: Floats | None,
-        sharpness: Floats | None,
-    ) -> None:
-        shape = self._cache.layout.layers[layer]
-        heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
-        totals = torch.from_numpy(sums)
-        for row, query in enumerate(q.float()):
-            length = kv_len - len(q) + row + 1
-            keys = self._layers[layer][start : start + length, 0].float()  # [keys, Hk, D]
-            scores = torch.einsum("hgd,khd->hgk", query.view(heads, group, -1), keys) * shape.scale
-            if shape.soft_cap:
-                scores = torch.tanh(scores / shape.soft_cap) * shape.soft_cap
-            if noise is not None:
-                scores = scores + torch.from_numpy(noise)[:, None, :length]
-            if sharpness is not None:
-                scores = scores * float(sharpness[row])
-            for weights in torch.softmax(scores, -1).unbind(1):
-                totals[:, :length] += weights
+    def scorer(self, scored: Sequence[ScoredRows]) -> KeyScorer:
+        return _PlainScorer(self._cache, self._layers, scored)
 
     def _gathered(self, start: int, layer: int, kept: Kept) -> Tensor:
         """Returns a layer's K/V of the tokens, [tokens, 2, Hk, D]."""
@@ -154,3 +146,31 @@ class PlainTokens:
         assert isinstance(taken, list)
         for cache, tokens in zip(self._layers, taken, strict=True):
             cache[start : start + len(tokens)] = tokens
+
+
+class _PlainScorer:
+    def __init__(
+        self, cache: KVCache, layers: Sequence[Tensor], scored: Sequence[ScoredRows]
+    ) -> None:
+        self._cache, self._layers, self._scored = cache, layers, scored
+
+    def add(self, layer: int, q: Tensor) -> None:
+        for rows in self._scored:
+            for row in range(rows.first, rows.end):
+                self._add_row(layer, q[row].float(), rows, row - rows.first)
+
+    def _add_row(self, layer: int, query: Tensor, rows: ScoredRows, row: int) -> None:
+        shape = self._cache.layout.layers[layer]
+        heads, group = shape.num_kv_heads, shape.num_heads // shape.num_kv_heads
+        length = rows.kv_len - (rows.end - rows.first) + row + 1
+        keys = self._layers[layer][rows.start : rows.start + length, 0].float()  # [keys, Hk, D]
+        scores = torch.einsum("hgd,khd->hgk", query.view(heads, group, -1), keys) * shape.scale
+        if shape.soft_cap:
+            scores = torch.tanh(scores / shape.soft_cap) * shape.soft_cap
+        if rows.noise is not None:
+            scores = scores + torch.from_numpy(rows.noise[layer])[:, None, :length]
+        if rows.sharpness is not None:
+            scores = scores * float(rows.sharpness[row])
+        total = torch.from_numpy(rows.sums[layer])
+        for weights in torch.softmax(scores, -1).unbind(1):
+            total[:, :length] += weights

@@ -18,6 +18,7 @@ from dataclasses import replace
 
 from memory.peers.page_source import BUFFER_PAGES, PageBuffer, PageSource
 from memory.peers.wire import (
+    ID_CHARS,
     MAX_NAMES,
     Flag,
     Kind,
@@ -203,7 +204,8 @@ class PageServer:
         return Flag.COMING if is_coming else Flag.ABSENT
 
     def _tell_news(self, endpoint: Endpoint, follower: object, number: int, most: int) -> None:
-        news = [] if self._names is None else self._names.news(follower, most)
+        engine = str(endpoint.peer.info.get("engine", ""))[:ID_CHARS]
+        news = [] if self._names is None else self._names.news(follower, most, engine)
         post_bytes(endpoint, pack_news(number, news), POST_S)
 
     def _post_pages(

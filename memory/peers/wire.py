@@ -31,6 +31,8 @@ MAX_NAMES = 8192
 """The most names of one message."""
 MAX_NEWS = 1024
 """The most names of one NEW."""
+ID_CHARS = 64
+"""The most characters of an engine's id that are noted."""
 CHECKSUM_BYTES = 16
 _HEADER = struct.Struct("<BxxxII")
 HEADER_BYTES = _HEADER.size

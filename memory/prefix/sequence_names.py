@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 FOLLOWER_S = 2.0
 MIN_AGE_S = 1.0
@@ -23,11 +24,21 @@ ENDED = bytes(16)
 """In place of a name: the sequence has ended, or another follower has it."""
 
 
+class Copied(NamedTuple):
+    """Where a sequence's pages are copied: by the engine with this id, which was told the names of
+    the pages of this many tokens, from the first one on."""
+
+    engine: str
+    num_tokens: int
+
+
 @dataclass(slots=True)
 class _Pages:
-    """The pages of a sequence. names: grows in the compute thread."""
+    """The pages of a sequence. names: grows in the compute thread. owner: what `copied` is asked
+    about."""
 
     number: int
+    owner: Hashable
     names: Sequence[bytes]
     num_expected: int  # names when it was queued
     num_computed: int = 0
@@ -38,6 +49,7 @@ class _Pages:
 
 @dataclass(slots=True)
 class _Follower:
+    engine: str  # its id
     asked_s: float
     num_sequences: int = 0
     ended: list[int] = field(default_factory=list)  # numbers that it is still to be told
@@ -60,17 +72,23 @@ class SequenceNames:
         self._lock = threading.Lock()
         self._sequences: dict[Hashable, _Pages] = {}
         self._running: dict[int, _Pages] = {}  # those that have a page
+        self._of_owner: dict[Hashable, _Pages] = {}
         self._expected: dict[bytes, int] = {}  # of how many sequences
         self._followers: dict[Hashable, _Follower] = {}
         self._next_number = 0
 
     # ---- the compute thread
 
-    def queued(self, sequence: Hashable, names: Sequence[bytes]) -> None:
+    def queued(
+        self, sequence: Hashable, names: Sequence[bytes], owner: Hashable | None = None
+    ) -> None:
         """Takes note of a new sequence, whose prompt fills the pages with these names. names: gets
-        those of further pages as they are computed."""
+        those of further pages as they are computed. owner: of several sequences perhaps; None: it
+        is the sequence itself."""
         with self._lock:
-            pages = _Pages(self._next_number, names, len(names))
+            owner = sequence if owner is None else owner
+            pages = _Pages(self._next_number, owner, names, len(names))
+            self._of_owner[owner] = pages
             self._next_number = (self._next_number + 1) & 0xFFFFFFFF
             self._sequences[sequence] = pages
             for name in names:
@@ -98,6 +116,8 @@ class SequenceNames:
                 return
             self._expect_no_more(pages, pages.num_expected)
             self._running.pop(pages.number, None)
+            if self._of_owner.get(pages.owner) is pages:
+                del self._of_owner[pages.owner]
             self._take_from_follower(pages)
 
     def _expect_no_more(self, pages: _Pages, end: int) -> None:
@@ -113,16 +133,26 @@ class SequenceNames:
         """Returns whether a sequence waits for the page to be computed, or computes it."""
         return name in self._expected
 
+    def copied(self, owner: Hashable) -> Copied | None:
+        """Returns where the pages of the owner's sequence, the last one of several, are copied."""
+        with self._lock:
+            pages = self._of_owner.get(owner)
+            known = None if pages is None else self._followers.get(pages.follower)
+            if pages is None or known is None or not pages.num_told:
+                return None
+            return Copied(known.engine, self._page_end(pages.num_told - 1))
+
     @property
     def num_followers(self) -> int:
         return len(self._followers)
 
-    def news(self, follower: Hashable, most: int) -> list[tuple[int, bytes]]:
+    def news(self, follower: Hashable, most: int, engine: str = "") -> list[tuple[int, bytes]]:
         """Returns at most so many pages that the follower was not told of, as the number of their
-        sequence and their name, parents first; ENDED for sequences that have ended."""
+        sequence and their name, parents first; ENDED for sequences that have ended. engine: the
+        follower's id."""
         now_s = self._clock()
         with self._lock:
-            known = self._followers.setdefault(follower, _Follower(now_s))
+            known = self._followers.setdefault(follower, _Follower(engine, now_s))
             known.asked_s = now_s
             late = [it for it, state in self._followers.items() if _is_late(state, now_s)]
             for one in late:

@@ -7,11 +7,58 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from ops.cpu.native_library import library
 
 _TILE = 16
+
+
+Floats = npt.NDArray[np.float32]
+
+
+class ScorePlan:
+    """The rows of a step that give scores, shared by all layers."""
+
+    def __init__(self, tile_bytes: int) -> None:
+        self.plan: Any = library().ScorePlan(tile_bytes)
+        self._kept: list[object] = []  # the arrays whose addresses the plan has
+        self.num_rows = 0
+
+    def add(
+        self,
+        base: int,
+        first_row: int,
+        num_rows: int,
+        kv_len: int,
+        sums: Floats,
+        noise: Floats | None = None,
+        sharpness: Floats | None = None,
+    ) -> None:
+        """Adds the last num_rows of the kv_len rows of a sequence, [first_row, first_row +
+        num_rows) of the step.
+
+        base: the address of its range. sums: [layers, Hk, at least kv_len rounded up to tiles]; the
+        rows' weights are added to it. noise: is added to the scores, as sums; sharpness:
+        [num_rows], by which they are multiplied. The arrays must stay where they are.
+        """
+        assert sums.shape[2] % _TILE == 0 and sums.shape[2] >= kv_len, f"{sums.shape} {kv_len=}"
+        assert sums.flags.c_contiguous and 0 < num_rows <= kv_len, f"{num_rows=} {kv_len=}"
+        assert noise is None or (noise.shape == sums.shape and noise.flags.c_contiguous)
+        assert sharpness is None or sharpness.shape == (num_rows,)
+        self._kept += [sums, noise, sharpness]
+        self.num_rows = max(self.num_rows, first_row + num_rows)
+        self.plan.add(
+            base,
+            first_row,
+            num_rows,
+            kv_len,
+            sums.ctypes.data,
+            sums.shape[2],
+            0 if noise is None else noise.ctypes.data,
+            0 if sharpness is None else sharpness.ctypes.data,
+        )
 
 
 class KeyScoring:
@@ -33,42 +80,15 @@ class KeyScoring:
             offset_bytes, num_heads, num_kv_heads, head_dim, group, scale, soft_cap
         )
 
-    def add(
-        self,
-        base: int,
-        tile_bytes: int,
-        kv_len: int,
-        q: Tensor,
-        sums: npt.NDArray[np.float32],
-        noise: npt.NDArray[np.float32] | None = None,
-        sharpness: npt.NDArray[np.float32] | None = None,
-    ) -> None:
-        """Adds the weights of the last rows of a sequence to sums: [Hk, at least kv_len rounded up
-        to tiles].
-
-        base: the address of its range. kv_len: its keys with those of the rows. q: [rows, H, D]
-        fp32 with dense heads. noise: is added to the scores, as sums; sharpness: [rows], by which
-        they are multiplied. Rows and heads are added one after the other, so the bits do not
-        depend on how rows are cut into calls.
-        """
+    def add(self, plan: ScorePlan, number: int, q: Tensor) -> None:
+        """Adds the weights of the plan's rows in this layer, the `number`th of its sums. q: [rows
+        of the step, H, D] fp32. Rows and heads are added one after the other, so the bits do not
+        depend on how rows are cut into steps."""
+        assert q.dtype == torch.float32 and len(q) >= plan.num_rows, f"{q.dtype} {q.shape}"
         assert q.shape[1:] == (self._num_heads, self._head_dim), f"{q.shape}"
-        assert q.stride()[1:] == (self._head_dim, 1), f"{q.stride()}"
-        assert sums.shape[0] == self._num_kv_heads and sums.flags.c_contiguous
-        assert sums.shape[1] >= -(-kv_len // _TILE) * _TILE, f"{sums.shape} {kv_len=}"
-        assert noise is None or (noise.shape == sums.shape and noise.flags.c_contiguous)
-        assert sharpness is None or sharpness.shape == (len(q),)
-        self._op.add(
-            base,
-            tile_bytes,
-            len(q),
-            kv_len,
-            q.data_ptr(),
-            q.stride(0),
-            sums.ctypes.data,
-            sums.shape[1],
-            0 if noise is None else noise.ctypes.data,
-            0 if sharpness is None else sharpness.ctypes.data,
-        )
+        if q.stride()[1:] != (self._head_dim, 1):
+            q = q.contiguous()
+        self._op.add(plan.plan, number, q.data_ptr(), q.stride(0))
 
     def gather(
         self, source: int, target: int, tile_bytes: int, kept: npt.NDArray[np.int32]

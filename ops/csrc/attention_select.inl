@@ -194,7 +194,10 @@ class Selector {
   void score_tiles(const SelectedRow& row, const RowSides& sides, int first) const {
     const int kv_heads = layer_.cache.num_kv_heads;
     const uint8_t* tiles[16];
-    for (int i = 0; i < 16; i++) tiles[i] = bounds_of(row, first + i), prefetch(bounds_of(row, first + TILES_AHEAD + i));
+    for (int i = 0; i < 16; i++) {
+      tiles[i] = bounds_of(row, first + i);
+      prefetch(bounds_of(row, first + TILES_AHEAD + i));
+    }
     for (int h = 0; h < kv_heads; h++) {
       for (int i = 16 * h / kv_heads; i < 16 * (h + 1) / kv_heads; i++) fetch(row, first + 16 + i);
       const size_t at = h * bounds_.head_bytes;
@@ -294,9 +297,9 @@ void attend_selected(const Step& step, const AttentionLayer& layer, const float*
   const auto attend_to = [&](const List<SequenceRows>& sequences, const List<SequenceRows>& own) {
     if (sequences.empty()) return;
     const Step some{sequences.data(), static_cast<int>(sequences.size()), step.tile_bytes};
-    const RecentStore blocks = recent ? RecentStore{{own.data(), some.num_sequences, recent->step.tile_bytes}, recent->cache}
-                                      : RecentStore{};
-    attend(some, layer, q, q_stride, out, out_stride, lse, {}, recent ? &blocks : nullptr);
+    if (!recent) return attend(some, layer, q, q_stride, out, out_stride, lse, {}, nullptr);
+    const RecentStore blocks{{own.data(), some.num_sequences, recent->step.tile_bytes}, recent->cache};
+    attend(some, layer, q, q_stride, out, out_stride, lse, {}, &blocks);
   };
   attend_to(memory.whole, memory.whole_recent);
   attend_to(memory.part, memory.part_recent);

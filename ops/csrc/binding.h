@@ -69,7 +69,7 @@ void bind_heads(nanobind::module_& m);
 // Binds the operators of layers with a state; defined in states.cpp.
 void bind_states(nanobind::module_& m);
 
-// Binds KeyScoring; defined in key_scores.cpp.
+// Binds ScorePlan and KeyScoring; defined in key_scores.cpp.
 void bind_key_scores(nanobind::module_& m);
 
 // Binds IoRing and checksum; defined in storage.cpp.

@@ -300,9 +300,10 @@ struct Rotation {
   int half;
 };
 
-// The sums of weights that rows of one sequence give to its keys, [kv_heads][stride], of the query heads of each K/V
-// head together. The stride is a multiple of TILE and at least the sequence's keys.
-struct KeyScores {
+// Rows of one sequence, its last ones, that give weights to its keys. Their sums are of the query heads of each K/V
+// head together: [layers][kv_heads][stride], with a stride that is a multiple of TILE and at least the keys.
+struct ScoredRows {
+  SequenceRows rows;
   float* sums;
   size_t stride;
   const float* noise;      // is added to each key's scores, as sums; or null
@@ -393,8 +394,9 @@ struct Kernels {
   void (*attend_linear)(const LinearAttention&, const StateRecords&, const StateSegments&);
   void (*convolve)(const CausalConv&, const StateRecords&, const StateSegments&);
   void (*gate_and_norm)(const GatedNorm&);
-  // Adds the weights of the rows of the step's first sequence; bits of the layer's K/V are 8.
-  void (*add_key_scores)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, const KeyScores&);
+  // Adds the weights of rows of some sequences; number: the layer's, whose K/V has 8 bits.
+  void (*add_key_scores)(const ScoredRows*, int count, size_t tile_bytes, const AttentionLayer&, int number,
+                         const float* q, size_t q_stride);
   // Copies the tokens `kept`, [kv_heads][count], which rise, to the first places of target, perhaps in place.
   void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
                     int count);

@@ -1,5 +1,8 @@
 // Binds what the policies that drop K/V need of int8 tiles. ops/cpu/native_key_scores.py checks the arguments.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/vector.h>
+
+#include <vector>
 
 #include "binding.h"
 #include "isa.h"
@@ -9,17 +12,30 @@ using namespace ms;
 
 namespace {
 
+// The rows of a step that give scores, shared by all layers.
+class ScorePlan {
+ public:
+  ScorePlan(size_t tile_bytes) : tile_bytes(tile_bytes) {}
+
+  void add(uintptr_t base, int first_row, int num_rows, int kv_len, uintptr_t sums, size_t stride, uintptr_t noise,
+           uintptr_t sharpness) {
+    rows.push_back({{pointer<uint8_t>(base), first_row, num_rows, kv_len, kv_len - num_rows}, pointer<float>(sums),
+                    stride, pointer<float>(noise), pointer<float>(sharpness)});
+  }
+
+  size_t tile_bytes;
+  std::vector<ScoredRows> rows;
+};
+
 class KeyScoring {
  public:
   KeyScoring(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, float scale, float soft_cap)
       : layer_{{offset_bytes, num_kv_heads, head_dim, group, 8}, num_heads, scale, 0, soft_cap, nullptr, nullptr} {}
 
-  void add(uintptr_t base, size_t tile_bytes, int num_rows, int kv_len, uintptr_t q, size_t q_stride, uintptr_t sums,
-           size_t stride, uintptr_t noise, uintptr_t sharpness) const {
+  void add(const ScorePlan& plan, int number, uintptr_t q, size_t q_stride) const {
     nb::gil_scoped_release release;
-    const SequenceRows rows{pointer<uint8_t>(base), 0, num_rows, kv_len, kv_len - num_rows};
-    kernels().add_key_scores({&rows, 1, tile_bytes}, layer_, pointer<float>(q), q_stride,
-                             {pointer<float>(sums), stride, pointer<float>(noise), pointer<float>(sharpness)});
+    kernels().add_key_scores(plan.rows.data(), static_cast<int>(plan.rows.size()), plan.tile_bytes, layer_, number,
+                             pointer<float>(q), q_stride);
   }
   void gather(uintptr_t source, uintptr_t target, size_t tile_bytes, uintptr_t kept, int count) const {
     nb::gil_scoped_release release;
@@ -36,6 +52,7 @@ class KeyScoring {
 namespace ms {
 
 void bind_key_scores(nb::module_& m) {
+  nb::class_<ScorePlan>(m, "ScorePlan").def(nb::init<size_t>()).def("add", &ScorePlan::add);
   nb::class_<KeyScoring>(m, "KeyScoring")
       .def(nb::init<size_t, int, int, int, int, float, float>())
       .def("add", &KeyScoring::add)

@@ -81,22 +81,26 @@ void add_weights(float* scores, int length, const float* noise, float sharpness,
     store(sums + i, load<f32x16>(sums + i) + load<f32x16>(scores + i) * share);
 }
 
-void add_key_scores(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride,
-                    const KeyScores& to) {
-  const SequenceRows& seq = step.sequences[0];
-  const int per_kv = layer.num_heads / layer.cache.num_kv_heads;
+void add_key_scores(const ScoredRows* scored, int count, size_t tile_bytes, const AttentionLayer& layer, int number,
+                    const float* q, size_t q_stride) {
+  const int kv_heads = layer.cache.num_kv_heads, per_kv = layer.num_heads / kv_heads;
+  const Step step{nullptr, 0, tile_bytes};
   const AttendCall call{step, layer, q, q_stride, nullptr, 0, nullptr, HeadShape(layer.cache), per_kv};
-  ms::Team::get().parallel(layer.cache.num_kv_heads, [&](int kv_head) {
+  ms::Team::get().parallel(count * kv_heads, [&](int task) {
     static thread_local List<float> memory;
+    const ScoredRows& to = scored[task / kv_heads];
+    const SequenceRows& seq = to.rows;
+    const int kv_head = task % kv_heads;
+    const size_t at = (static_cast<size_t>(number) * kv_heads + kv_head) * to.stride;
     const size_t stride = (seq.kv_len + STRETCH - 1) / STRETCH * STRETCH;
     if (memory.size() < stride * per_kv) memory.resize(stride * per_kv);
     for (int row = 0; row < seq.num_rows; row++) {
       const int length = seq.first_position + row + 1;
-      const float* rows = q + row * q_stride + kv_head * per_kv * call.shape.dim;
+      const float* rows = q + (seq.first_row + row) * q_stride + kv_head * per_kv * call.shape.dim;
       score_keys(call, seq, rows, kv_head, length, stride, memory.data());
       for (int h = 0; h < per_kv; h++)
-        add_weights(memory.data() + h * stride, length, to.noise ? to.noise + kv_head * to.stride : nullptr,
-                    to.sharpness ? to.sharpness[row] : 1.0f, to.sums + kv_head * to.stride);
+        add_weights(memory.data() + h * stride, length, to.noise ? to.noise + at : nullptr,
+                    to.sharpness ? to.sharpness[row] : 1.0f, to.sums + at);
     }
   });
 }

@@ -72,9 +72,11 @@ void bound_keys(const Step& step, const CacheLayer& layer, size_t offset) {
   uint8_t* const* all = tiles.data();
   ms::Team::get().parallel(static_cast<int>(tiles.size()), [&](int i) {
     uint8_t* to = all[i] + bounds.offset;
-    for (int h = 0; h < layer.num_kv_heads; h++)
-      bound_head(shape, all[i] + layer.offset_bytes + h * shape.bytes, reinterpret_cast<int8_t*>(to + h * bounds.head_bytes),
+    for (int h = 0; h < layer.num_kv_heads; h++) {
+      auto* head = reinterpret_cast<int8_t*>(to + h * bounds.head_bytes);
+      bound_head(shape, all[i] + layer.offset_bytes + h * shape.bytes, head,
                  reinterpret_cast<uint16_t*>(to + bounds.scales) + h);
+    }
   });
 }
 

@@ -10,6 +10,7 @@ from serve.text.chat_parser import (
     Parser,
     Part,
     Reasoning,
+    Text,
     ToolCallArguments,
     ToolCallStart,
 )
@@ -95,9 +96,11 @@ class AnswerReader:
         assert style.reasoning is not None
         if style.reasoning_end_id is not None and style.reasoning_end_id in ids:
             return ids.index(style.reasoning_end_id) + 1
-        # the end marker is several tokens, somewhere in the delta
+        # the end marker is several tokens; its last part is somewhere in the delta
         before, end, _ = text.partition(style.reasoning.end)
         thought = sum(len(part.text) for part in parts if isinstance(part, Reasoning))
+        said = sum(len(part.text) for part in parts if isinstance(part, Text))
         is_call = any(isinstance(part, ToolCallStart) for part in parts)
-        size = len(before + end) if end else thought or (0 if is_call else len(text))
+        rest = 0 if is_call else max(0, len(text) - said)
+        size = len(before + end) if end else thought or rest
         return round(len(ids) * size / len(text))

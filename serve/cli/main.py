@@ -104,6 +104,10 @@ def front(
             " the prompt, one the answer; off: never."
         ),
     ] = "auto",
+    hop_key_file: Annotated[
+        str | None,
+        typer.Option(help="A secret that the servers have, too; see their --hop-key-file."),
+    ] = None,
     drain_s: Annotated[float, typer.Option(help="How long a shutdown waits for calls.")] = 30.0,
     log_level: options.LogLevel = "info",
 ) -> None:
@@ -120,7 +124,12 @@ def front(
         urls = tuple(dict.fromkeys(replicas))
         settings = FrontSettings(urls, lost_after_s, wait_s, routing, prefill_apart)
         http = HttpSettings(
-            host=host, port=port, tls_cert=tls_cert, tls_key=tls_key, drain_s=drain_s
+            host=host,
+            port=port,
+            hop_key_file=hop_key_file,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            drain_s=drain_s,
         )
         run_front(settings, http)
 

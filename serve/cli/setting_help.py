@@ -321,6 +321,7 @@ HTTP_OPTIONS: dict[str, Option] = {
         " without limits.",
         metavar="FILE",
     ),
+    "hop_key_file": Option(SECURITY, "A file with the secret of `serve front`.", metavar="FILE"),
     "allow_no_key": Option(SECURITY, "Allow an address beyond this machine without keys."),
     "share_prefixes": Option(
         SECURITY, "Share cached prefixes between keys; response times may reveal them."
@@ -353,9 +354,7 @@ HTTP_OPTIONS: dict[str, Option] = {
     "max_connections_per_address": Option(LIMITS, "Most open connections of one remote address."),
     "max_calls": Option(LIMITS, "Most requests that are answered at once."),
     "head_timeout_s": Option(
-        LIMITS,
-        "Time for a request's head, from its first byte on.",
-        metavar="SECONDS",
+        LIMITS, "Time for a request's head, from its first byte on.", metavar="SECONDS"
     ),
     "body_min_rate": Option(
         LIMITS, "Least bytes per second at which a body must arrive; 0 allows any rate."

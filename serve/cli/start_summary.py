@@ -113,7 +113,9 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
 
 
 def _policy(engine: Engine) -> list[tuple[str, str]]:
-    selection = engine.loaded.selection
+    selection, policy = engine.loaded.selection, engine.config.policy
+    if policy is not None and policy.evicts:
+        return [("", f"sequences keep {policy.amount} of it ({policy.name})")]
     if selection is None:
         return []
     return [("", f"decoded tokens read {selection.policy.amount} of it ({selection.policy.name})")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
+from memory.prefix.sequence_names import Copied
 from serve.engine.counters import PoolCounters, RequestCounters
 from serve.engine.early_rejection import (
     EarlyRejection,
@@ -76,6 +77,11 @@ class CoreView:
         prefixes = self._scheduler.prefixes
         missing = prefixes.num_missing_rows(request, prefixes.page_keys(request))
         return len(request.prompt_token_ids) - missing
+
+    def copied(self, request_id: str) -> Copied | None:
+        """Returns at which engine the K/V of a running request is copied, if at any."""
+        names = self._scheduler.prefixes.names
+        return None if names is None else names.copied(request_id)
 
     def forecast(self, request: Request, num_cached: int) -> TtftForecast:
         """Predicts the time to the first token of a request that arrives now."""

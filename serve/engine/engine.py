@@ -12,6 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Unpack
 
+from memory.prefix.sequence_names import Copied
 from serve.config import EngineConfig, EngineSettings
 from serve.engine.chat_prompt import encode_chat, make_chat_format, num_chars
 from serve.engine.core_view import any_request
@@ -346,6 +347,11 @@ class Engine:
             "listens": peers.url is not None,
             "pulls_from": [ids[url] for url in list(ids) if peers.pulls[url].is_connected],
         }
+
+    def copied(self, request_id: str) -> Copied | None:
+        """Returns which peer copies the K/V of a running request, and of how many tokens. Any
+        thread may call it."""
+        return self.loaded.core.view.copied(request_id)
 
     def num_cached_tokens(self, request: Request) -> int:
         """Returns how many tokens of a request's prompt the prefix cache has. Any thread may call

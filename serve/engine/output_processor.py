@@ -14,6 +14,7 @@ from typing import Protocol
 
 from serve.engine.counters import RequestCounters
 from serve.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from serve.sampling_params import TokenScores
 from serve.scheduler.prompt_outputs import PromptOutputs
 from serve.scheduler.sequence import Sequence
 from serve.text.detokenizer import DetokenizerFactory, StopStrings
@@ -143,13 +144,17 @@ class OutputState:
         self.num_output += 1
         return self._push_token(token_id)
 
-    def _replay(self) -> int | None:
+    def _replay(self) -> tuple[int, TokenLogprobs | None] | None:
         """Emits the tokens from before, but for the one that has ended the sequence, which is
-        returned."""
+        returned. Those with log-probabilities are emitted one by one, as they were at first."""
         assert self._so_far is not None
         tokens, has_ended = list(self._so_far.token_ids), self._so_far.finish_reason is not None
+        scores = self._so_far.scores if self._wants_logprobs else ()
+        logprobs = [TokenLogprobs(t, *_scored(s)) for t, s in zip(tokens, scores, strict=False)]
         self._so_far, self._push_token = None, self._detokenizer.push
-        last = tokens.pop() if has_ended else None
+        last = None
+        if has_ended:
+            last = tokens.pop(), logprobs.pop() if logprobs else None
         texts = []
         for token in tokens:
             self.num_output += 1
@@ -157,7 +162,10 @@ class OutputState:
             if self._stops is not None and self._is_past_minimum():
                 text, _ = self._stops.push(text)
             texts.append(text)
-        if tokens:
+        if logprobs:
+            for token, text, one in zip(tokens, texts, logprobs, strict=True):
+                self.sink.push(TokenDelta(self.index, text, [token], [one], is_replayed=True))
+        elif tokens:
             delta = TokenDelta(self.index, "".join(texts), tokens, is_replayed=True)
             self.sink.push(delta)
         return last
@@ -186,7 +194,7 @@ class OutputState:
         if self._so_far is not None:
             last = self._replay()
             if last is not None:
-                token, is_replayed = last, True
+                (token, logprobs), is_replayed = last, True
         self.num_output += token is not None
         text = ""
         # the model's own end-of-sequence token is not one of the client's stop tokens
@@ -348,6 +356,10 @@ class OutputProcessor:
     def _note_end(sequence: Sequence, times: RequestTimes, now_s: float) -> None:
         times.finished_s = now_s
         times.num_preemptions += sequence.num_preemptions
+
+
+def _scored(scores: TokenScores) -> tuple[float, tuple[tuple[int, float], ...], int]:
+    return scores.logprob, scores.top, scores.rank
 
 
 def _last_places(record: StepRecord) -> dict[int, int]:

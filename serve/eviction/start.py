@@ -11,6 +11,8 @@ from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.attention.tiled import TiledKVLayout
 from memory.attention.token_stores import PlainTokens, TiledTokens, TokenStore
+from memory.evicting_kv import EvictingKV
+from memory.kv_manager import KVManager
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
@@ -60,6 +62,11 @@ def check_layers(
             problem = "different numbers of K/V heads"
         if problem is not None:
             raise ConfigError(f"{name} cannot be used with {model_type}, which has {problem}")
+
+
+def manager_of(config: EngineConfig) -> type[KVManager]:
+    """Returns the class of the K/V memory."""
+    return EvictingKV if config.policy is not None and config.policy.evicts else KVManager
 
 
 def with_eviction(

@@ -35,6 +35,7 @@ from serve.http.edge.errors import (
     quoted,
     to_api_error,
 )
+from serve.http.edge.hop import is_of_hop
 from serve.http.edge.keys import KeyRing
 from serve.http.edge.large_json import StreamedJson
 from serve.http.edge.quota import Quotas
@@ -60,6 +61,7 @@ class HttpApp:
     def __init__(self, engine: Engine, settings: HttpSettings, keys: KeyRing | None = None) -> None:
         self.context = ApiContext(engine, settings)
         self.quotas = Quotas()
+        self.hop_token = ""  # of the operator's hop, if it has one
         self._keys = KeyRing() if keys is None else keys
         self._check_host = HostCheck(settings)
         self._cors = Cors(settings.cors_origins)
@@ -190,6 +192,7 @@ class HttpApp:
         handler = _handler(route, request)
         share = self.context.settings.share_prefixes
         call.policy = KeyPolicy(key, share_prefixes=share, arrived_s=call.arrived_s)
+        call.policy.is_of_hop = is_of_hop(request, self.hop_token)
         with self._admitted(call):
             return await self._run(handler, call)
 
@@ -215,7 +218,7 @@ class HttpApp:
             raise overloaded("the server has too many requests")
         is_counted = key is not None and call.request.method not in ("GET", "HEAD")
         if key is not None and is_counted:
-            self.quotas.enter(key)
+            self.quotas.enter(key, goes_on=policy.is_of_hop)
         context.calls.add(policy)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(seconds, policy.expire, generation_timeout(seconds))

@@ -13,6 +13,7 @@ import aiohttp.http_parser
 
 from serve.errors import ConfigError
 from serve.http.app import HttpApp, ServerState
+from serve.http.edge.hop import load_hop_token
 from serve.http.edge.keys import KeyRing, load_keys
 from serve.http.edge.listener import HttpListener
 from serve.http.edge.settings import HttpSettings
@@ -74,10 +75,12 @@ class HttpServer:
             await self.metrics.start()
 
     def load_keys(self) -> None:
-        """Reads the API keys. Raises ConfigError, and the keys from before stay valid."""
+        """Reads the API keys and the hop's. Raises ConfigError, and the keys from before stay
+        valid."""
         settings = self.settings
         self._keys.replace(load_keys(settings.api_key_file, settings.api_keys))
         self.app.quotas.keep(self._keys.names)
+        self.app.hop_token = load_hop_token(settings.hop_key_file)
 
     def reload_keys(self) -> None:
         try:

@@ -14,7 +14,13 @@ from memory.peers.page_server import PageServer
 from memory.peers.page_source import PageSource
 from memory.peers.peer_link import Connect, PeerLink
 from memory.peers.peer_store import ANY_PEER, PeerStore
-from memory.peers.wire import NAMES_WINDOW_BYTES, PAGE_HEADER_BYTES, PROTOCOL, PageChecksums
+from memory.peers.wire import (
+    ID_CHARS,
+    NAMES_WINDOW_BYTES,
+    PAGE_HEADER_BYTES,
+    PROTOCOL,
+    PageChecksums,
+)
 from memory.prefix.page_store import PageStore
 from memory.prefix.sequence_names import SequenceNames
 from serve.config import EngineConfig
@@ -32,7 +38,6 @@ _MAX_PEERS = 16
 _CONNECT_S = 2.0
 _PAGES_IN_WINDOW = 8  # a message is at most a quarter of a window
 _MIN_WINDOW_BYTES, _SYSTEM_PAGE_BYTES = 4 << 20, 4096
-_ID_CHARS = 64  # of an engine's id, at most
 _DIGITS = 32  # of the checkpoint's fingerprint, which peers compare
 
 
@@ -148,7 +153,7 @@ def _noting_ids(connect_to: Connect, urls: Collection[str], engine_ids: dict[str
     def connect_and_note(url: str) -> Endpoint:
         endpoint = connect_to(url)
         if url in urls:
-            engine_ids[url] = str(endpoint.peer.info.get("engine", ""))[:_ID_CHARS]
+            engine_ids[url] = str(endpoint.peer.info.get("engine", ""))[:ID_CHARS]
         return endpoint
 
     return connect_and_note

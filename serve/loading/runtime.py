@@ -16,7 +16,6 @@ from memory.attention.grouped import GroupedAttention, group_layers
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
-from memory.evicting_kv import EvictingKV
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
 from memory.pages.linux_vmm import LinuxMemory
@@ -26,7 +25,7 @@ from memory.prefix.sequence_names import SequenceNames
 from ops import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.eviction.start import check_eviction, with_eviction
+from serve.eviction.start import check_eviction, manager_of, with_eviction
 from serve.loading.disk_store import kv_identity, open_kv_store
 from serve.loading.footprint import check_weights_fit
 from serve.loading.kv_layouts import (
@@ -243,8 +242,7 @@ def load_local(
     segments = None
     try:
         segments = _segments(config, precision, layouts, groups, sizes)
-        make_kv = EvictingKV if config.policy is not None and config.policy.evicts else KVManager
-        kv = make_kv(
+        kv = manager_of(config)(
             memory,
             num_pages=sizes.num_pages,
             num_ranges=config.max_num_seqs,
@@ -330,10 +328,8 @@ def _segments(
     if selects(config):
         raise ConfigError("kv_policy needs a kvp_segment_tokens of at least max_model_len")
     windows = [window for window, _ in groups]
-    own_bytes = sizes.num_pages * sizes.page_bytes
-    return kvp.open_segments(
-        config, precision, layouts[0].layers, windows, sizes.max_model_len, own_bytes
-    )
+    layers, own_bytes = layouts[0].layers, sizes.num_pages * sizes.page_bytes
+    return kvp.open_segments(config, precision, layers, windows, sizes.max_model_len, own_bytes)
 
 
 def log_sizes(config: EngineConfig, precision: Precision, kv: KVMemory) -> None:

@@ -123,6 +123,8 @@ class PrefixLookup:
             if self._waits_on(sequence, wait, now_s):
                 return True
             prefixes.question.is_awaited = False
+        # what has not come is computed here
+        sequence.expected_s = self._prefill_seconds(sequence.num_tokens, wait.num_cached)
         sequence.peer_wait = None
         self.queued(sequence)
         return False
@@ -236,9 +238,13 @@ class PrefixLookup:
 
     def queued(self, sequence: Sequence) -> None:
         """Takes note of a new sequence. One that waits for a peer counts when that has ended, so
-        that no two engines wait for each other."""
-        if self.names is not None and sequence.peer_wait is None:
-            self.names.queued(sequence, sequence.page_keys)
+        that no two engines wait for each other, and that others here are not predicted to wait for
+        what is computed elsewhere."""
+        if sequence.peer_wait is not None:
+            num_tokens = sequence.num_tokens
+            sequence.expected_s = self._prefill_seconds(num_tokens, max(0, num_tokens - 1))
+        elif self.names is not None:
+            self.names.queued(sequence, sequence.page_keys, sequence.request.request_id)
 
     def ended(self, sequence: Sequence) -> None:
         """Takes note of a sequence that has ended, for whatever reason."""

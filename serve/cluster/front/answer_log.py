@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -10,11 +11,43 @@ _STATE = b": state "
 _TOKENS = b": tokens "
 _HANDOVER = b": handover"
 _ERROR = b": error "
+_COPIED = b": copied "
 MAX_PENDING_BYTES = 64 << 20  # the last event of a response has all its log-probabilities
+
+
+MAX_SCORES_BYTES = 8 << 20
+"""Of the log-probabilities of one answer; of longer ones the last events lack those from before."""
 
 
 class JournalError(Exception):
     """A server's journal is malformed: its stream cannot be trusted."""
+
+
+@dataclass(slots=True)
+class _Answer:
+    """What is known of a choice."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    scores: list[Any] = field(default_factory=list)
+    reasoning_tokens: int | None = None
+
+    def add(self, token_ids: list[int], reason: str | None, more: dict[str, Any]) -> None:
+        self.token_ids += token_ids
+        self.finish_reason = reason
+        self.scores += more.get("scores", ())
+        self.reasoning_tokens = more.get("reasoning_tokens", self.reasoning_tokens)
+
+    def to_json(self) -> dict[str, Any]:
+        value: dict[str, Any] = {
+            "token_ids": self.token_ids,
+            "finish_reason": self.finish_reason,
+        }
+        if self.scores and len(self.scores) == len(self.token_ids):
+            value["scores"] = self.scores
+        if self.reasoning_tokens is not None:
+            value["reasoning_tokens"] = self.reasoning_tokens
+        return value
 
 
 class AnswerLog:
@@ -22,7 +55,8 @@ class AnswerLog:
     that may go to the client, which are those whose tokens are known.
 
     has_sent: whether the client has got any event. is_handed_over: the server has said that it is
-    shutting down. error_code: that of the error that ends the stream.
+    shutting down. error_code: that of the error that ends the stream. copied: the id of the engine
+    that copies the K/V, "" if none does, and of how many tokens.
     """
 
     def __init__(self) -> None:
@@ -30,8 +64,10 @@ class AnswerLog:
         self.is_handed_over = False
         self.error_code: str | None = None
         self.num_tokens = 0
+        self.copied: tuple[str, int] = ("", 0)
         self._state: dict[str, Any] | None = None
-        self._answers: dict[int, tuple[list[int], str | None]] = {}
+        self._answers: dict[int, _Answer] = {}
+        self._scores_bytes = 0
         self._num_events = 0
         self._given: dict[str, Any] | None = None
         self._rest = b""
@@ -64,6 +100,8 @@ class AnswerLog:
                 self.is_handed_over = True
             elif block.startswith(_ERROR):
                 self.error_code = block[len(_ERROR) :].decode("utf-8", "replace")
+            elif block.startswith(_COPIED):
+                self._note_copies(block[len(_COPIED) :])
         if len(self._rest) + sum(map(len, self._pending)) > MAX_PENDING_BYTES:
             raise JournalError("a server sends events without their tokens")
         return self._joined(ready)
@@ -81,7 +119,7 @@ class AnswerLog:
     @property
     def is_over(self) -> bool:
         """Whether every choice that has begun has ended."""
-        return all(reason is not None for _, reason in self._answers.values())
+        return all(answer.finish_reason is not None for answer in self._answers.values())
 
     @property
     def continuation(self) -> dict[str, Any] | None:
@@ -92,22 +130,34 @@ class AnswerLog:
         if self._state is None or not self.has_sent:
             return None
         count = max(self._answers, default=-1) + 1
-        answers = [self._answers.get(i, ([], None)) for i in range(count)]
         return {
             "state": self._state,
-            "answers": [{"token_ids": ids, "finish_reason": end} for ids, end in answers],
+            "answers": [self._answers.get(i, _Answer()).to_json() for i in range(count)],
             "num_events": self._num_events,
         }
 
     def _commit(self, record: bytes) -> None:
         match _json(record):
             case [int(choice), list(token_ids), str() | None as reason] if choice >= 0:
-                tokens, _ = self._answers.get(choice, ([], None))
-                tokens += token_ids
-                self._answers[choice] = tokens, reason
-                self._given = None  # from here on the stream's own tokens count
-                self.num_tokens += len(token_ids)
-                self.has_sent = True
+                more: dict[str, Any] = {}
+            case [int(choice), list(token_ids), str() | None as reason, dict(more)] if choice >= 0:
+                if not isinstance(more.get("scores", []), list):
+                    raise JournalError("a server's journal is malformed")
+                self._scores_bytes += len(record) if "scores" in more else 0
+            case _:
+                raise JournalError("a server's journal is malformed")
+        answer = self._answers.setdefault(choice, _Answer())
+        answer.add(token_ids, reason, more)
+        if self._scores_bytes > MAX_SCORES_BYTES:
+            answer.scores = []  # those of a part are worth nothing
+        self._given = None  # from here on the stream's own tokens count
+        self.num_tokens += len(token_ids)
+        self.has_sent = True
+
+    def _note_copies(self, record: bytes) -> None:
+        match _json(record):
+            case [str(engine), int(num_tokens)] if num_tokens >= 0:
+                self.copied = engine, num_tokens
             case _:
                 raise JournalError("a server's journal is malformed")
 

@@ -33,6 +33,7 @@ from serve.http.edge.errors import (
     overloaded,
     to_api_error,
 )
+from serve.http.edge.hop import load_hop_token
 from serve.http.edge.listener import HttpListener
 from serve.http.edge.settings import HttpSettings
 
@@ -84,6 +85,7 @@ class Front:
         self._check_host = HostCheck(self.http)
         self._session: aiohttp.ClientSession | None = None
         self._proxy: Proxy | None = None
+        self._hop_token = ""
         self._listener = HttpListener(self._handle, self.http)
 
     @property
@@ -91,8 +93,9 @@ class Front:
         return self._listener.url
 
     async def start(self) -> None:
-        """Opens the listener. Raises OSError, which names host and port, and ConfigError for
-        certificates that cannot be read."""
+        """Opens the listener. Raises OSError, which names host and port, and ConfigError for a
+        secret or certificates that cannot be read."""
+        self._hop_token = load_hop_token(self.http.hop_key_file)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=self.settings.lost_after_s),
@@ -199,6 +202,7 @@ class Front:
             self.counts,
             wait_s=self.settings.wait_s,
             http=self.http,
+            hop_token=self._hop_token,
         )
         return await relay.run()
 

@@ -32,6 +32,7 @@ def _lines(replicas: list[Replica], counts: RelayCounts) -> Iterator[str]:
     yield from _metric("failed_total", "counter", counts.num_failed)
     yield from _by_label("continued_total", "counter", "reason", counts.num_continued)
     yield from _metric("replayed_tokens_total", "counter", counts.num_replayed_tokens)
+    yield from _metric("continued_at_copies_total", "counter", counts.num_at_copies)
     yield from _metric("longest_gap_seconds", "gauge", f"{counts.longest_gap_s:.6f}")
 
 

@@ -5,11 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
-
-import aiohttp
-import orjson
-from aiohttp import web
 
 from serve.cluster.front.apart import (
     Candidate,
@@ -20,7 +15,6 @@ from serve.cluster.front.apart import (
     stays,
 )
 from serve.cluster.front.prompt import Lengths, Prompt
-from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
 from serve.cluster.front.roles import Traffic, num_prefill
 
@@ -28,12 +22,9 @@ logger = logging.getLogger(__name__)
 
 _RECONSIDERED_S = 1.0
 _FAILED_S = 5.0  # what a hand-over is taken to last that comes to nothing
-_ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
-# what the first server need not do for its one token
-_LEFT_OUT = (
-    *("stream", "stream_options", "n", "logprobs", "top_logprobs", "min_tokens"),
-    *("max_completion_tokens", "prediction", "seed"),
-)
+# A server computes a prompt that it waits for if no page of it comes for a second, or for twice the
+# time that computing it would take; its first page is to be there well before.
+_PATIENCE_S, _PATIENCE_TIMES, _PATIENCE_USED = 1.0, 2.0, 0.75
 
 
 @dataclass(slots=True)
@@ -153,6 +144,15 @@ class Parting:
         index = next_server(candidates, at_index, num_tokens, num_output, self.num_prefill)
         return None if index is None else ready[index]
 
+    def is_soon(self, prompt: Prompt, first: Choice, second: Replica) -> bool:
+        """Returns whether the first server computes the prompt so soon that the second one can
+        wait for it with the call."""
+        if second.load is None:
+            return False
+        computing_s = second.load.prefill_s(self.lengths.of_prompt(prompt))
+        patience_s = max(_PATIENCE_S, _PATIENCE_TIMES * computing_s)
+        return first.queue_s + first.cost_s <= _PATIENCE_USED * patience_s
+
     def moved(self, prompt: Prompt, choice: Choice, seconds: float) -> None:
         """Notes the first token after a hand-over, and the seconds since the last one before it."""
         self.counts.num_moved += 1
@@ -168,36 +168,3 @@ class Parting:
             logger.warning("%s cannot go on with answers of %s", second.url, first.url)
             second.bar(first)
             first.bar(second)
-
-
-def prefill_body(body: bytes) -> bytes:
-    """Returns the call with which a server computes a prompt for another one."""
-    value: dict[str, Any] = orjson.loads(body)
-    for name in _LEFT_OUT:
-        value.pop(name, None)
-    return orjson.dumps(value | {"max_tokens": 1, "kv_transfer_params": _ASKED})
-
-
-def with_transfer(body: bytes, answer: bytes) -> bytes:
-    """Returns the call with what the answer of the first server says of the prompt's K/V."""
-    given = orjson.loads(answer).get("kv_transfer_params")
-    if not isinstance(given, dict):
-        return body
-    at = body.rindex(b"}")
-    return body[:at] + b',"kv_transfer_params":' + orjson.dumps(given) + b"}"
-
-
-async def compute_prompt(
-    session: aiohttp.ClientSession, request: web.BaseRequest, replica: Replica, body: bytes
-) -> bytes | None:
-    """Has a replica compute the prompt of a call whose answer is no stream. Returns the call for
-    the replica that goes on; None if the prompt was not computed: then another one computes it."""
-    headers = forwarded_headers(request.headers, NOT_FORWARDED)
-    url = replica.url + request.raw_path
-    try:
-        async with session.post(url, data=prefill_body(body), headers=headers) as response:
-            answer = await response.read()
-        return with_transfer(body, answer) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
-        logger.info("%s has not computed a prompt: %r", replica.url, error)
-        return None

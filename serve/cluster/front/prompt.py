@@ -65,7 +65,6 @@ def read_prompt(request: web.BaseRequest, body: bytes) -> Prompt:
         _most(value),
         request.path in (_STREAMS_APART if is_stream else WHOLE_APART)
         and (is_counted or not isinstance(given, list))
-        and (request.path != "/v1/responses" or "top_logprobs" not in value)
         and not any(value.get(name) not in (None, False) for name in _STAYS),
     )
 

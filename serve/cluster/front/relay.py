@@ -13,8 +13,10 @@ import orjson
 from aiohttp import web
 
 from serve.cluster.front.answer_log import AnswerLog, JournalError
-from serve.cluster.front.parting import Parting, compute_prompt
-from serve.cluster.front.prompt import NO_PROMPT, Prompt, read_prompt, read_usage
+from serve.cluster.front.held import Held
+from serve.cluster.front.parting import Parting
+from serve.cluster.front.prefill import AWAITING, PromptAhead, compute_prompt
+from serve.cluster.front.prompt import NO_PROMPT, WHOLE_APART, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.refusals import (
     ELSEWHERE,
@@ -24,6 +26,7 @@ from serve.cluster.front.refusals import (
     last_error,
 )
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
+from serve.http.edge.hop import HOP_HEADER
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.sse import EventStream
 
@@ -33,19 +36,21 @@ MAX_READ_BYTES = 256 << 10
 """Larger bodies are not looked into: a thread that parses holds up all streams as well, and what it
 makes is many times as large."""
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
+_NOT_FORWARDED = NOT_FORWARDED | {HOP_HEADER}
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 
 
 @dataclass(slots=True)
 class RelayCounts:
-    """What the hop has done. longest_gap_s: of a stream that went on elsewhere, in which its client
-    got nothing."""
+    """What the hop has done. num_at_copies: streams that went on where their K/V had been copied.
+    longest_gap_s: of a stream that went on elsewhere, in which its client got nothing."""
 
     num_calls: int = 0
     num_failed: int = 0
     num_continued: dict[str, int] = field(default_factory=dict)
     num_replayed_tokens: int = 0
+    num_at_copies: int = 0
     longest_gap_s: float = 0.0
 
     def continued(self, reason: str) -> None:
@@ -77,6 +82,7 @@ class Relay:
         *,
         wait_s: float,
         http: HttpSettings,
+        hop_token: str = "",
     ) -> None:
         self._request = request
         self._body = body
@@ -87,6 +93,7 @@ class Relay:
         self._wait_s = wait_s
         self._log = AnswerLog()
         self._http = http
+        self._hop_token = hop_token
         self._events: EventStream | None = None
         self._prompt = NO_PROMPT
         self._is_first = True
@@ -94,6 +101,8 @@ class Relay:
         self._moves_on = False  # once the first token has come
         self._left: Replica | None = None  # where the prompt was computed
         self._move: tuple[Replica, Replica] | None = None  # until its first events
+        self._ahead: PromptAhead | None = None
+        self._more = b""  # fields of the next body
         self._decodes_at: Replica | None = None
         self._moved_s: float | None = None
         self._broke_off_s: float | None = None
@@ -105,6 +114,13 @@ class Relay:
 
     async def run(self) -> web.StreamResponse:
         """Returns the answer. Raises NoReplicaError if nothing was sent yet."""
+        try:
+            return await self._run()
+        finally:
+            if self._ahead is not None:
+                await self._ahead.stop()
+
+    async def _run(self) -> web.StreamResponse:
         self._prompt = await self._read_prompt()
         refused: dict[Replica, web.Response] = {}
         while True:
@@ -164,47 +180,53 @@ class Relay:
         return await asyncio.to_thread(read_prompt, self._request, self._body)
 
     async def _choose(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
-        """Returns the next server. The first time it decides whether the call is parted; one that
-        is no stream has its prompt computed here."""
+        """Returns the next server. The first time it decides whether the call is parted. If the
+        second server need not wait for long, it gets the call now; else one that is no stream has
+        its prompt computed here."""
         following, self._next, self._moves_on, self._move = self._next, None, False, None
+        self._more = b""
         if following is not None and following.is_ready:
             if self._left is not None:
                 self._move = self._left, following
             return self._replicas.take(following, self._names, 0.0)
         if not self._is_first:
-            return self._replicas.choose(self._names, refused)
+            return self._choose_next(refused)
         now_s = asyncio.get_running_loop().time()
         choice, following = self._parting.choose(self._prompt, refused, now_s)
         self._is_first = choice is None
         if choice is None or following is None:
             return choice
-        if self._prompt.is_stream:
+        computing = self._session, self._request, self._replicas, choice, self._body
+        is_soon = self._parting.is_soon(self._prompt, choice, following)
+        if is_soon and self._request.path in WHOLE_APART:
+            self._ahead = PromptAhead(*computing)
+            self._more = AWAITING
+        elif self._prompt.is_stream:
             self._moves_on = True
             return choice
-        if not await self._compute_prompt(choice):
-            return self._replicas.choose(self._names, refused)
-        following = self._parting.next_server(self._prompt, choice.replica) or following
+        else:
+            more = await compute_prompt(*computing)
+            if more is None:
+                return self._replicas.choose(self._names, refused)
+            following = self._parting.next_server(self._prompt, choice.replica) or following
+            self._more = more
         self._move = choice.replica, following
+        self._left = choice.replica
         return self._replicas.take(following, self._names, 0.0)
 
-    async def _compute_prompt(self, choice: Choice) -> bool:
-        """Has a replica compute the prompt; returns whether it did."""
-        replica, body = choice.replica, None
-        replica.num_calls += 1
-        try:
-            async with asyncio.timeout(None) as attempt:  # ReplicaSet.lost() ends it
-                replica.attempts.add(attempt)
-                try:
-                    body = await compute_prompt(self._session, self._request, replica, self._body)
-                finally:
-                    replica.attempts.discard(attempt)
-        except TimeoutError:
-            logger.info("%s is lost while it computes a prompt", replica.url)
-        finally:
-            replica.num_calls -= 1
-            self._replicas.note_end(choice)
-        self._body = body or self._body
-        return body is not None
+    def _choose_next(self, refused: Mapping[Replica, web.Response]) -> Choice | None:
+        """Returns the server that goes on with a call that was at another one before."""
+        log = self._log
+        if not log.has_sent or not log.num_prompt_tokens:
+            return self._replicas.choose(self._names, refused)
+        num_prompt, left = log.num_prompt_tokens, self._left
+        at = "" if left is None else left.url
+        held = Held(num_prompt + log.num_tokens, num_prompt, *log.copied, at)
+        choice = self._replicas.choose_next(self._names, refused, held)
+        load = None if choice is None else choice.replica.load
+        if load is not None and load.engine == held.copied_by:
+            self._counts.num_at_copies += 1
+        return choice
 
     @property
     def _names(self) -> list[bytes]:
@@ -226,8 +248,10 @@ class Relay:
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
-        headers = forwarded_headers(self._request.headers, NOT_FORWARDED)
+        headers = forwarded_headers(self._request.headers, _NOT_FORWARDED)
         headers.update(JOURNAL)
+        if self._hop_token and self._log.continuation is not None:
+            headers[HOP_HEADER] = self._hop_token
         try:
             # ReplicaSet.lost() ends it
             url, next_body = replica.url + self._request.raw_path, self._next_body()
@@ -298,7 +322,9 @@ class Relay:
         if self._choice is not None:
             seconds = asyncio.get_running_loop().time() - self._sent_s
             replica = self._choice.replica
-            if self._moved_s is None:
+            if self._moved_s is None and self._ahead is not None:
+                self._note_first_after(self._ahead, self._choice)
+            elif self._moved_s is None:
                 self._replicas.note_first(self._choice, seconds)
             else:
                 self._replicas.note_end(self._choice)
@@ -316,10 +342,13 @@ class Relay:
     def _next_body(self) -> bytes:
         """Returns the client's body, with what is known of its answer."""
         continuation = self._log.continuation
-        if continuation is None:
+        more = self._more
+        if continuation is not None:
+            more += b',"continuation":' + orjson.dumps(continuation)
+        if not more:
             return self._body
         at = self._body.rindex(b"}")
-        return self._body[:at] + b',"continuation":' + orjson.dumps(continuation) + b"}"
+        return self._body[:at] + more + b"}"
 
     def _note_break(self, reason: str) -> None:
         self._counts.continued(reason)
@@ -327,6 +356,13 @@ class Relay:
         self._counts.num_replayed_tokens += self._log.num_tokens
         if self._broke_off_s is None:
             self._broke_off_s = asyncio.get_running_loop().time()
+
+    def _note_first_after(self, ahead: PromptAhead, choice: Choice) -> None:
+        """Learns from the first token of a call whose prompt was computed meanwhile."""
+        self._replicas.note_end(choice)
+        seconds = ahead.seconds_since()
+        if seconds is not None and self._move is not None:
+            self._parting.moved(self._prompt, choice, seconds)
 
     def _note_no_move(self, code: str | None) -> None:
         """Notes that a server has not gone on with the call, if it was to. code: its refusal."""

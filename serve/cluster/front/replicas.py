@@ -13,6 +13,7 @@ from typing import NamedTuple
 import aiohttp
 
 from serve.cluster.front.apart import Candidate, ServerLoad
+from serve.cluster.front.held import Held, rest_s
 from serve.cluster.front.prefix_affinity import PrefixAffinity
 
 logger = logging.getLogger(__name__)
@@ -169,6 +170,36 @@ class ReplicaSet:
         the measured seconds a block. Among those as good it is the least busy one."""
         chosen = self.best(names, without)
         return None if chosen is None else self.take(chosen, names)
+
+    def choose_next(
+        self, names: list[bytes], without: Collection[Replica], held: Held
+    ) -> Choice | None:
+        """Returns the replica that goes on with a stream whose server is gone. With the routing
+        "prefix", and where all tell what their steps take, it is that of the least predicted time
+        to the next token: its queue, and what it has to pull or to compute. Among those as good it
+        is the one that has most of the K/V."""
+        ready = self.ready(without)
+        loads = {replica: load for replica in ready if (load := replica.load) is not None}
+        if not ready or len(loads) < len(ready) or not self.looks_at_prompts:
+            return self.choose(names, without)
+        matching = self._affinity.num_matching(names)
+        own: dict[Replica, float] = {}
+        for replica, load in loads.items():
+            share = matching.get(replica.url, 0) / max(1, len(names))
+            own[replica] = max(held.at(load, replica.url), share * held.num_prompt)
+        costs_s: dict[Replica, float] = {}
+        for replica, load in loads.items():
+            sources = [r for r in ready if r is not replica and load.can_pull_from(loads[r])]
+            elsewhere = max((own[source] for source in sources), default=0.0)
+            costs_s[replica] = rest_s(load, held.num_tokens, own[replica], elsewhere)
+
+        def rank(replica: Replica) -> tuple[float, ...]:
+            predicted_s = replica.queue_s + replica.sent_s + costs_s[replica]
+            ticks = round(predicted_s / _TICK_S)
+            return ticks, -own[replica], replica.num_calls, replica.last_chosen
+
+        chosen = min(ready, key=rank)
+        return self.take(chosen, names, costs_s[chosen])
 
     def best(self, names: list[bytes], without: Collection[Replica] = ()) -> Replica | None:
         """Returns the replica that `choose` takes."""

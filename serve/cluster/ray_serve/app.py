@@ -1,20 +1,25 @@
 """Builds the application: `python -m ray.serve.scripts run serve.cluster.ray_serve.app:build_app`.
 
 Two deployments: the ingress takes HTTP calls from Ray Serve's proxies and looks at their prompts,
-the servers are `serve run` processes. Calls and streams pass through both unchanged.
+the servers are `serve run` processes. Calls and streams pass through both unchanged; those whose
+replica is lost go on at another one (continuing.py).
 """
 
 from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from urllib.parse import quote
 
 import orjson
 
+from serve.cluster.front.front import FIELD
 from serve.cluster.front.prefix_affinity import block_names
+from serve.cluster.front.replicas import JOURNAL
+from serve.cluster.ray_serve.continuing import ContinuedCall
 from serve.cluster.ray_serve.policy import QueuePolicy
 from serve.cluster.ray_serve.server_replica import (
     CallSent,
@@ -66,11 +71,25 @@ class Ingress:
             ],
             await request.body(),
         )
-        answer = self._servers.call.options(stream=True).remote(sent)
-        status, headers = await anext(answer)
-        streamed = StreamingResponse(_rest_of(answer), status_code=status)
+        if sent["call"]:
+            answer: Any = ContinuedCall(
+                lambda body, headers: self._answer({**sent, "body": body, "headers": headers}),
+                path,
+                sent["headers"],
+                sent["body"],
+            )
+            status, headers = await answer.head()
+            rest = answer.rest()
+        else:
+            answer = self._answer(sent)
+            status, headers = await anext(answer)
+            rest = _rest_of(answer)
+        streamed = StreamingResponse(rest, status_code=status)
         streamed.raw_headers = [(a.encode("latin-1"), b.encode("latin-1")) for a, b in headers]
         return streamed
+
+    def _answer(self, sent: CallSent) -> Any:
+        return self._servers.call.options(stream=True).remote(sent)
 
 
 async def _rest_of(answer: Any) -> AsyncIterator[bytes]:
@@ -91,16 +110,21 @@ def path_of(scope: Mapping[str, Any]) -> str:
 
 
 def call_of(method: str, path: str, headers: list[tuple[str, str]], body: bytes) -> CallSent:
-    """Returns a call with the names of its prompt's blocks."""
+    """Returns a call with the names of its prompt's blocks, and a name of its own if it can go on
+    at another replica: not if its client goes on with answers itself."""
     names: list[bytes] = []
+    call = ""
     if method == "POST" and body:
-        client = next((value for name, value in headers if name.lower() == "authorization"), "")
+        given = {name.lower(): value for name, value in headers}
         try:
             read = orjson.loads(body)
-            names = block_names(read, client) if isinstance(read, dict) else []
+            if isinstance(read, dict):
+                names = block_names(read, given.get("authorization", ""))
+                if FIELD.decode() not in read and not given.keys() & JOURNAL.keys():
+                    call = secrets.token_hex(8)
         except (ValueError, TypeError):  # TypeError: nested too deeply to be written again
             pass  # the server says what is wrong
-    return CallSent(method=method, path=path, headers=headers, body=body, names=names)
+    return CallSent(method=method, path=path, headers=headers, body=body, names=names, call=call)
 
 
 def build_app(args: Mapping[str, Any]) -> Any:

@@ -6,6 +6,7 @@ pulled from another replica. Which blocks it holds follows from the calls that i
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from serve.cluster.front.prefix_affinity import PrefixAffinity
 BLOCK_TOKENS = 64
 """What a block of prefix_affinity.BLOCK_BYTES has of usual text."""
 _FIRST_BLOCK_S = 0.02  # until a replica has measured it
+_MAX_TRIED = 1024  # calls of which is remembered where they were
 _TICK_S = 0.01  # predicted times that differ by less are equal
 
 
@@ -64,21 +66,31 @@ class PredictedChoice:
         self._affinity = PrefixAffinity()
         self._sent: dict[str, _Sent] = {}
         self._num_calls = 0
+        self._tried: OrderedDict[str, set[str]] = OrderedDict()  # replicas by call
 
-    def rank(self, stats: Mapping[str, ReplicaStats], names: list[bytes]) -> list[str]:
-        """Returns the replicas, the best one first. names: of the prompt's blocks."""
+    def rank(
+        self, stats: Mapping[str, ReplicaStats], names: list[bytes], call: str = ""
+    ) -> list[str]:
+        """Returns the replicas, the best one first. names: of the prompt's blocks. call: its name,
+        if it can go on elsewhere: the replicas where it has been come last."""
         matching = self._affinity.num_matching(names)
+        tried = self._tried.get(call, set())
 
-        def key(replica: str) -> tuple[float, int]:
+        def key(replica: str) -> tuple[bool, float, int]:
             sent = self._since_report(replica, stats[replica])
             cost_s = self._cost_s(replica, stats[replica], names, matching)
             predicted_s = stats[replica].queue_s + sent.seconds + cost_s
-            return round(predicted_s / _TICK_S), sent.rank
+            return replica in tried, round(predicted_s / _TICK_S), sent.rank
 
         return sorted(stats, key=key)
 
-    def sent(self, replica: str, stats: ReplicaStats, names: list[bytes]) -> None:
+    def sent(self, replica: str, stats: ReplicaStats, names: list[bytes], call: str = "") -> None:
         """Notes that a call went to a replica."""
+        if call:
+            self._tried.setdefault(call, set()).add(replica)
+            self._tried.move_to_end(call)
+            if len(self._tried) > _MAX_TRIED:
+                self._tried.popitem(last=False)
         matching = self._affinity.num_matching(names)
         sent = self._since_report(replica, stats)
         sent.seconds += self._cost_s(replica, stats, names, matching)

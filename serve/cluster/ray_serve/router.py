@@ -22,12 +22,14 @@ class PredictedRouter(RequestRouter):  # type: ignore[misc]
         found = {str(replica.replica_id): replica for replica in candidate_replicas}
         stats = {name: _stats_of(replica) for name, replica in found.items()}
         self._choice.keep(stats)
-        return [[found[name]] for name in self._choice.rank(stats, _names_of(pending_request))]
+        ranked = self._choice.rank(stats, _names_of(pending_request), _call_of(pending_request))
+        return [[found[name]] for name in ranked]
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:
         replica = self.curr_replicas.get(replica_id)
         if replica is not None:
-            self._choice.sent(str(replica_id), _stats_of(replica), _names_of(pending_request))
+            names, call = _names_of(pending_request), _call_of(pending_request)
+            self._choice.sent(str(replica_id), _stats_of(replica), names, call)
 
 
 def _stats_of(replica: Any) -> ReplicaStats:
@@ -36,7 +38,16 @@ def _stats_of(replica: Any) -> ReplicaStats:
 
 def _names_of(pending_request: Any) -> list[bytes]:
     """Returns the names of a call's blocks; none for calls of another method."""
+    return list(_sent_of(pending_request).get("names", ()))
+
+
+def _call_of(pending_request: Any) -> str:
+    """Returns the name of a call that can go on at another replica."""
+    return str(_sent_of(pending_request).get("call", ""))
+
+
+def _sent_of(pending_request: Any) -> dict[str, Any]:
     if pending_request is None or not pending_request.args:
-        return []
+        return {}
     sent = pending_request.args[0]
-    return list(sent.get("names", ())) if isinstance(sent, dict) else []
+    return sent if isinstance(sent, dict) else {}

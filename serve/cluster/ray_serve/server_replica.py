@@ -38,13 +38,15 @@ _OF_A_HOP = {
 
 
 class CallSent(TypedDict):
-    """An HTTP call. names: of its prompt's blocks, for the router."""
+    """An HTTP call. names: of its prompt's blocks, for the router. call: the same for all attempts
+    of a call that can go on at another replica; "" for others."""
 
     method: str
     path: str
     headers: list[tuple[str, str]]
     body: bytes
     names: list[bytes]
+    call: str
 
 
 class StatusError(MergestepError):

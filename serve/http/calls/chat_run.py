@@ -11,9 +11,10 @@ from serve.chat.answer_plan import AnswerPlan
 from serve.chat.answer_reader import AnswerReader, ChatStep
 from serve.chat.request import ChatRequest
 from serve.http.calls.context import Call
+from serve.http.calls.continuation import Journal
 from serve.http.calls.generation import Generation
 from serve.parameter_checks import parameters_named
-from serve.request import Prediction
+from serve.request import Prediction, TokenDelta
 from serve.text.chat_parser import Part, Text
 
 
@@ -47,6 +48,7 @@ class ChatRun:
         self.generation = Generation([self._stream], asked.params.n, call.charge, call.policy)
         self._readers: list[AnswerReader] = []
         self._journal = call.policy.journal
+        self._continuation = call.policy.continuation
 
     def __enter__(self) -> Self:
         self.generation.__enter__()
@@ -93,8 +95,21 @@ class ChatRun:
             async for choice, delta in deltas:
                 if readers:
                     step = readers[choice].read(choice, delta)
-                    yield step if journal is None else journal.named(step)
+                    if journal is not None:
+                        self._note_reasoning(journal, choice, delta)
+                        step = journal.named(step)
+                    yield step
                     continue
                 parts: list[Part] = [Text(delta.text)] if delta.text else []
                 reason = delta.finish_reason
                 yield ChatStep(choice, delta, parts, None if reason is None else reason.value)
+
+    def _note_reasoning(self, journal: Journal, choice: int, delta: TokenDelta) -> None:
+        """Tells the journal how many tokens are reasoning. Of tokens from before, the server that
+        made them has counted them; here they could only be estimated."""
+        reader, begun = self._readers[choice], self._continuation
+        if delta.is_replayed and begun is not None:
+            known = begun.reasoning_tokens[choice : choice + 1]
+            if known and known[0] is not None:
+                reader.reasoning_tokens = known[0]
+        journal.note_reasoning(choice, reader.reasoning_tokens)

@@ -196,7 +196,11 @@ class ApiContext:
             return
         call.policy.continuation = continuation
         call.policy.journal = Journal(
-            call.answer_id, call.created, self.fingerprint, has_comments=is_asked
+            call.answer_id,
+            call.created,
+            self.fingerprint,
+            has_comments=is_asked,
+            copied=self.engine.copied if self.engine.config.kv_listen is not None else None,
         )
 
     def _log_once(self, text: str, names: list[str]) -> None:

@@ -8,8 +8,12 @@ server-sent events sees:
 
     : state {...}                   before the first event: what the answer was made with
     : tokens [choice, ids, reason]  after the events of these tokens
+    : copied [engine, tokens]       which peer copies the K/V, and of how many tokens; now and then
     : error CODE                    before an error that ends the stream
     : handover                      the last line of a server that is shutting down
+
+The record of tokens has a fourth entry where the next server needs more than the tokens: the
+log-probabilities that the last events repeat, and the number of tokens of reasoning.
 
 The hop sends the same body to another server with one more field, `continuation`, of the state and
 of each choice's tokens. Their events have been sent, so the stream begins with the next ones. An
@@ -20,9 +24,10 @@ from __future__ import annotations
 
 import hashlib
 import re
+import time
 from array import array
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import orjson
@@ -32,7 +37,14 @@ from serve.errors import RequestError
 from serve.http.edge.errors import SERVER_ERROR, ApiError
 from serve.parameter_checks import check_int, parameters_named
 from serve.request import Request, TokenDelta
-from serve.sampling_params import MAX_N, SEED_LIMIT, AnswerSoFar, SamplingParams
+from serve.sampling_params import (
+    MAX_LOGPROBS,
+    MAX_N,
+    SEED_LIMIT,
+    AnswerSoFar,
+    SamplingParams,
+    TokenScores,
+)
 from serve.text.chat_parser import ToolCallStart
 
 FIELD = "continuation"
@@ -40,6 +52,7 @@ NAMES = {"answers_so_far": FIELD}
 JOURNAL_HEADER = "x-mergestep-journal"
 HANDED_OVER = "handed_over"
 MAX_REQUESTS = 1 << 11
+_COPIED_S = 0.5  # between two looks where the K/V is copied
 _ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
 _DRAWN_ID = re.compile(r"call_[0-9a-f]{24}|[A-Za-z0-9]{9}")
 
@@ -87,11 +100,13 @@ class AnswerState:
 @dataclass(frozen=True, slots=True)
 class Continuation:
     """The `continuation` of a body. answers: by choice, of which each prompt has n; the last
-    ones may be left out. num_events: the events that have been sent for them."""
+    ones may be left out. num_events: the events that have been sent for them. reasoning_tokens: of
+    each answer; None: it is not known."""
 
     state: AnswerState
     answers: tuple[AnswerSoFar, ...]
     num_events: int = 0
+    reasoning_tokens: tuple[int | None, ...] = ()
 
     def apply(self, params: SamplingParams, position: int) -> SamplingParams:
         """Returns the parameters of the call's prompt at this position. Raises RequestError if the
@@ -143,13 +158,42 @@ def take_continuation(body: dict[str, Any]) -> Continuation | None:
         AnswerState(answer_id, created, fingerprint, tuple(seeds), tuple(map(str, prompts))),
         tuple(map(_answer, answers)),
         num_events,
+        tuple(map(_reasoning_tokens, answers)),
     )
 
 
 def _answer(value: Any) -> AnswerSoFar:
-    token_ids = _field(value, "token_ids", list)
+    token_ids, scores = _field(value, "token_ids", list), value.get("scores")
+    if scores is not None and type(scores) is not list:
+        raise _invalid(f"{FIELD}.scores must be a list")
     with parameters_named(NAMES):
-        return AnswerSoFar(tuple(token_ids), value.get("finish_reason"))
+        return AnswerSoFar(
+            tuple(token_ids), value.get("finish_reason"), tuple(map(_scores, scores or ()))
+        )
+
+
+def _scores(value: Any) -> TokenScores:
+    match value:
+        case [float() | int() as logprob, int(rank), list(top)] if len(top) <= MAX_LOGPROBS:
+            pairs = [(one[0], one[1]) for one in top if _is_pair(one)]
+            if len(pairs) == len(top):
+                return TokenScores(logprob, rank, tuple(pairs))
+    raise _invalid(f"{FIELD}.scores must be log-probabilities")
+
+
+def _is_pair(value: Any) -> bool:
+    """Whether a value is a token id and a log-probability."""
+    match value:
+        case [int(token_id), float() | int()]:
+            return 0 <= token_id < 1 << 31
+    return False
+
+
+def _reasoning_tokens(value: Any) -> int | None:
+    number = value.get("reasoning_tokens")
+    if number is not None:
+        check_int(f"{FIELD}.reasoning_tokens", number, 0, 1 << 40)
+    return number if number is None else int(number)
 
 
 def _field(value: Any, name: str, kind: type) -> Any:
@@ -163,23 +207,61 @@ def _invalid(message: str) -> RequestError:
     return RequestError(message, param=FIELD, code="invalid_continuation")
 
 
+@dataclass(slots=True)
+class _Kept:
+    """A choice of an answer that is not streamed."""
+
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
+    scores: list[Any] = field(default_factory=list)
+
+    def add(self, delta: TokenDelta) -> None:
+        self.token_ids += delta.token_ids
+        self.scores += _records_of(delta)
+        if delta.finish_reason is not None:
+            self.finish_reason = delta.finish_reason.value
+
+    def to_json(self) -> dict[str, Any]:
+        value = {"token_ids": self.token_ids, "finish_reason": self.finish_reason}
+        return value | {"scores": self.scores} if self.scores else value
+
+
+def _records_of(delta: TokenDelta) -> list[Any]:
+    """Returns the log-probabilities of a delta, in the form of a continuation."""
+    return [[item.logprob, item.rank, item.top] for item in delta.logprobs or ()]
+
+
 class Journal:
     """The comments of one answer, and what a server that shuts down hands over. has_comments: a hop
-    reads them; else they are left out, and nothing is handed over."""
+    reads them; else they are left out, and nothing is handed over. tells_scores: the last events
+    repeat the log-probabilities, so the next server must know them. copied: tells of a request id
+    which engine copies its K/V, and of how many tokens; None: none does."""
 
     def __init__(
-        self, answer_id: str, created: int, fingerprint: str, *, has_comments: bool = True
+        self,
+        answer_id: str,
+        created: int,
+        fingerprint: str,
+        *,
+        has_comments: bool = True,
+        copied: Callable[[str], tuple[str, int] | None] | None = None,
     ) -> None:
         self.has_comments = has_comments
         self.answer_id = answer_id
         self.created = created
         self.is_handed_over = False
+        self.tells_scores = False
         self._fingerprint = fingerprint
         self._state: AnswerState | None = None
         self._is_stated = False
         self._noted: tuple[int, TokenDelta] | None = None
         self._keeps = False
-        self._kept: list[tuple[list[int], str | None]] = []
+        self._kept: list[_Kept] = []
+        self._reasoning: dict[int, int] = {}  # tokens by choice, if there were any
+        self._copied = copied
+        self._request_id = ""
+        self._told: tuple[str, int] | None = None  # of copies
+        self._looks_s = 0.0
 
     def begin(self, requests: Sequence[Request], num_choices: int) -> AnswerState:
         """Makes the state, once the prompts are tokenized."""
@@ -191,21 +273,25 @@ class Journal:
             tuple(_digest(request.prompt_token_ids) for request in requests),
             sum(len(request.prompt_token_ids) for request in requests),
         )
+        if len(requests) > 1:
+            self._copied = None  # each may be copied elsewhere
+        self._request_id = requests[0].request_id
         params = requests[0].params
-        # log-probabilities of tokens from before would be missing in a whole answer
-        self._keeps = params.logprobs is None and params.prompt_logprobs is None
-        self._kept = [([], None) for _ in range(num_choices)]
+        # log-probabilities of the prompt would be missing in a whole answer
+        self._keeps = params.prompt_logprobs is None
+        self._kept = [_Kept() for _ in range(num_choices)]
         return self._state
 
     def note(self, choice: int, delta: TokenDelta) -> None:
         """Takes what the next part of the answer is made of."""
         self._noted = choice, delta
         if self._keeps:
-            tokens, reason = self._kept[choice]
-            tokens += delta.token_ids
-            if delta.finish_reason is not None:
-                reason = delta.finish_reason.value
-            self._kept[choice] = tokens, reason
+            self._kept[choice].add(delta)
+
+    def note_reasoning(self, choice: int, num_tokens: int) -> None:
+        """Takes how many tokens of a choice, up to those that were noted, are reasoning."""
+        if num_tokens:
+            self._reasoning[choice] = num_tokens
 
     def commit(self, events: bytes) -> bytes:
         """Returns the events of what was noted, with their comments; none if they were sent by
@@ -225,8 +311,27 @@ class Journal:
             self._is_stated = True
             state = b": state %s\n\n" % orjson.dumps(self._state.to_json())
         reason = delta.finish_reason
-        record = [choice, delta.token_ids, None if reason is None else reason.value]
-        return b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+        record: list[Any] = [choice, delta.token_ids, None if reason is None else reason.value]
+        more: dict[str, Any] = {}
+        if choice in self._reasoning:
+            more["reasoning_tokens"] = self._reasoning[choice]
+        if self.tells_scores and delta.logprobs:
+            more["scores"] = _records_of(delta)
+        if more:
+            record.append(more)
+        noted_tokens = b"%s%s: tokens %s\n\n" % (state, events, orjson.dumps(record))
+        return noted_tokens if self._copied is None else noted_tokens + self._copies()
+
+    def _copies(self) -> bytes:
+        """Returns the comment on copies, where it is not the one that was sent last."""
+        now_s = time.monotonic()
+        if self._copied is None or now_s < self._looks_s:
+            return b""
+        self._looks_s = now_s + _COPIED_S
+        before, self._told = self._told, self._copied(self._request_id)
+        if self._told == before:
+            return b""
+        return b": copied %s\n\n" % orjson.dumps(list(self._told or ("", 0)))
 
     def failed(self, last: bytes, code: str | None) -> bytes:
         """Returns the end of a stream that has failed. last: the event that says so."""
@@ -258,7 +363,9 @@ class Journal:
         self.is_handed_over = True
         continuation = None
         if self._keeps and self._state is not None:
-            answers = [{"token_ids": ids, "finish_reason": reason} for ids, reason in self._kept]
+            answers = [kept.to_json() for kept in self._kept]
+            for choice, number in self._reasoning.items():
+                answers[choice]["reasoning_tokens"] = number
             continuation = {"state": self._state.to_json(), "answers": answers}
         return HandedOverError(continuation)
 

@@ -111,6 +111,8 @@ class Generation:
         if len(self._streams) == 1:
             async for delta in self._streams[0]:
                 yield delta.index, self._checked(delta.index, delta)
+                if delta.is_replayed:  # there may be one for each token from before, all at once
+                    await asyncio.sleep(0)
             return
         queue: asyncio.Queue[tuple[int, TokenDelta] | Exception | None] = asyncio.Queue(
             CHOICES_IN_FLIGHT * len(self._streams)

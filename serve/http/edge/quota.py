@@ -55,10 +55,14 @@ class Quotas:
         self.clients: dict[str, Client] = {}
         self._clock = clock
 
-    def enter(self, key: ApiKey) -> None:
-        """Begins a call, which `leave` must end. Raises ApiError 429 if a quota is used up."""
+    def enter(self, key: ApiKey, *, goes_on: bool = False) -> None:
+        """Begins a call, which `leave` must end. Raises ApiError 429 if a quota is used up.
+        goes_on: with an answer whose call another server has counted, which is not refused."""
         now_s = self._clock()
         client = self._client(key, now_s)
+        if goes_on:
+            client.num_running += 1
+            return
         limits = key.limits
         if limits.max_concurrent is not None and client.num_running >= limits.max_concurrent:
             raise _refused(f"{limits.max_concurrent} requests at once", _BUSY_RETRY_S)

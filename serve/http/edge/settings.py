@@ -63,6 +63,8 @@ class HttpSettings:
     max_responses, max_responses_bytes: responses of /v1/responses that are kept in memory.
     api_keys: KEY or NAME:KEY each, from the environment; never printed.
     api_key_file: more keys, with limits; read again on SIGHUP.
+    hop_key_file: a secret that this server and `serve front` share; what another server has counted
+        of a stream that goes on here does not count towards a quota again.
     allow_no_key: every client that reaches the port may use it, also from other machines.
     share_prefixes: keys share cached prompts; the time to the first token may then reveal to
         one client what another has sent.
@@ -102,6 +104,7 @@ class HttpSettings:
     max_responses_bytes: int = 64 << 20
     api_keys: tuple[str, ...] = field(default=(), repr=False)
     api_key_file: str | None = None
+    hop_key_file: str | None = None
     allow_no_key: bool = False
     share_prefixes: bool = False
     allowed_hosts: tuple[str, ...] = ()

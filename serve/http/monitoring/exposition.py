@@ -22,13 +22,8 @@ from prometheus_client.core import (
 from prometheus_client.utils import floatToGoString
 
 from serve.histogram import Histogram
-from serve.http.monitoring.metric_table import (
-    CACHE_INFO,
-    FORMER_USAGE,
-    SECTIONS,
-    MetricSources,
-    MetricSpec,
-)
+from serve.http.monitoring.metric_spec import MetricSources, MetricSpec
+from serve.http.monitoring.metric_table import CACHE_INFO, FORMER_USAGE, SECTIONS
 
 __all__ = ["CONTENT_TYPE", "Exposition"]
 

@@ -160,6 +160,8 @@ class _Endpoints:
             num_sent=0 if begun is None else begun.num_events,
         )
         if asked.stream:
+            if call.policy.journal is not None:
+                call.policy.journal.tells_scores = asked.params.logprobs is not None
             events = event_stream(self._context, call)
             return await write_stream(run, writer, events)
         await write_whole(run, writer)

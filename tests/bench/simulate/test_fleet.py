@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+
 import pytest
 
 from bench.simulate.fleet import FleetCall, FleetSimulation, HandOver, Way
@@ -66,3 +69,42 @@ def test_roles_begin_where_they_pay_and_only_there() -> None:
     short = simulation("auto")
     short.run(evenly(3.0, 120, 512, 16))
     assert short.parting.num_prefill == 0 and short.parting.counts.num_moved < 12
+
+
+def test_servers_that_have_run_for_a_while_know_their_steps() -> None:
+    """A hop begins before such servers; new ones would answer the first calls merged."""
+    calls = evenly(1.5, 30, 512, 512)
+    new = simulation("auto")
+    new.run(calls)
+    assert new.parting.counts.num_together["unlearned"] > 0
+    config = EngineConfig(
+        max_model_len=2048, kv_cache_bytes=1 << 28, kv_page_bytes=1 << 16, max_num_seqs=32
+    )
+    settings = SimulationSettings(config, (LayerGroup(token_bytes=1024, tile_tokens=16),))
+    kinds = [FleetCall(0.0, 512, 32)]
+    warm = FleetSimulation(Cost(), settings, HAND_OVER, "auto", warm_up=kinds)
+    records = warm.run(calls)
+    assert "unlearned" not in warm.parting.counts.num_together
+    assert records[0].ttft_s == pytest.approx(0.53, abs=0.02), "the clock begins afterwards"
+
+
+def test_a_call_that_two_servers_get_at_once_has_no_gap() -> None:
+    """Its tokens all come from the second server; of those that move, the second one is late."""
+    parted = simulation("auto")
+    records = parted.run(evenly(1.5, 120, 512, 512))
+    assert parted.parting.counts.num_moved > 40
+    late = [max(b - a for a, b in itertools.pairwise(record.times)) for record in records[-20:]]
+    assert statistics.median(late) < HAND_OVER.seconds(512)
+
+
+def test_several_servers_compute_prompts() -> None:
+    config = EngineConfig(
+        max_model_len=2048, kv_cache_bytes=1 << 28, kv_page_bytes=1 << 16, max_num_seqs=32
+    )
+    settings = SimulationSettings(config, (LayerGroup(token_bytes=1024, tile_tokens=16),))
+    calls = evenly(3.0, 30, 512, 16)
+    slow, fast = (
+        FleetSimulation(Cost(), settings, HAND_OVER, "apart", 4, num_prefill=number).run(calls)
+        for number in (1, 2)
+    )
+    assert slow[-1].ttft_s > 5.0 > 1.0 > fast[-1].ttft_s

@@ -150,3 +150,33 @@ def test_a_follower_that_comes_and_goes_leaves_nothing_behind():
         names.leave(("f", number))
     assert names.num_followers == 0
     assert not names._running
+
+
+def test_where_a_sequence_is_copied_can_be_asked():
+    names, clock = make()
+    keys = names_of(1, 3)
+    names.queued("a", keys, "request")
+    assert names.copied("request") is None
+    names.computed("a", 2 * TILE)
+    assert names.copied("request") is None, "nobody has asked"
+    names.news("f", 1, "engine f")
+    assert names.copied("request") == ("engine f", TILE)
+    names.news("f", 9, "engine f")
+    assert names.copied("request") == ("engine f", 2 * TILE)
+    clock.now_s += FOLLOWER_S + 0.1
+    names.news("g", 1, "engine g")
+    assert names.copied("request") == ("engine g", TILE)
+    names.ended("a")
+    assert names.copied("request") is names.copied("other") is None
+
+
+def test_of_several_sequences_the_last_one_counts():
+    names, _ = make()
+    for number in range(2):
+        names.queued(number, names_of(number, 1), "request")
+        names.computed(number, TILE)
+    names.news("f", 9, "e")
+    names.ended(0)
+    assert names.copied("request") == ("e", TILE)
+    names.ended(1)
+    assert names.copied("request") is None

@@ -4,13 +4,19 @@ others, with hits, chunks, forks, preemptions, aborts and failed steps."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import random
 
 import pytest
 
 from serve import LLM, Engine, SamplingParams
+from serve.cli.start_summary import engine_lines
+from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.eviction.start import check_eviction
+from serve.models import read_spec
+from serve.sampling_params import AnswerSoFar
 from serve.structured_output import StructuredOutput
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.memory.evicting_reference import EvictingLlama
@@ -292,3 +298,48 @@ def test_what_is_held_is_counted():
     with engine("off") as llm:
         generate(llm, prompts(100), greedy(10))
         assert (llm.stats().dropped_tokens, llm.stats().held_tokens) == (0, 0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_pages_of_prompts_are_on_disk(policy, tmp_path):
+    """A restarted engine loads them, and drops the same tokens."""
+    setting = f"{policy}:budget=24"
+    expected = alone(setting)
+    asked, disk = (
+        prompts(130, 40, 97, 65),
+        {"kv_cache_dir": str(tmp_path), "kv_disk_bytes": 4 << 20},
+    )
+    for _ in range(2):
+        with engine(setting, **disk) as llm:
+            assert generate(llm, asked) == expected
+            assert llm.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_answer_goes_on_elsewhere(policy):
+    """With the tokens that it has so far, an engine drops what the first one did."""
+    setting = f"{policy}:budget=24"
+    whole = alone(setting)[2][0]
+    (prompt,) = prompts(130, 40, 97)[2:]
+    for length in (1, 20, 70):
+        so_far = (AnswerSoFar(tuple(whole[:length])),)
+        with engine(setting) as llm:
+            assert generate(llm, [prompt], greedy(answers_so_far=so_far)) == [[whole]]
+
+
+def test_a_gpu_is_refused():
+    config = EngineConfig(model=str(checkpoint("llama")), kv_policy="window:budget=20")
+    spec = read_spec(config.model_path)
+    with pytest.raises(ConfigError, match="kv_policy window needs backend cpu, not cuda"):
+        check_eviction(config, spec, "cuda", "int8")
+    check_eviction(config, spec, "cpu", "int8")
+    for setting in ("off", "quest:budget=20"):
+        check_eviction(dataclasses.replace(config, kv_policy=setting), spec, "cuda", "int8")
+
+
+def test_the_start_summary_tells_the_policy():
+    async def lines():
+        async with Engine(str(checkpoint("llama")), kv_policy="h2o:budget=25%", **ROOMY) as engine:
+            return engine_lines(engine, 1.0)
+
+    assert ("", "sequences keep 25 % of it (h2o)") in asyncio.run(lines())

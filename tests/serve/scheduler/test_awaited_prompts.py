@@ -169,3 +169,21 @@ def test_a_sequence_that_ends_while_it_waits_leaves_no_names(rig):
     turns(rig, [sequence], 0.0, 0.1)
     rig.scheduler.finish(sequence, FinishReason.ABORT)
     assert not rig.lookup.names._expected and not rig.lookup.names._sequences
+
+
+def test_what_a_peer_computes_is_not_predicted_to_delay_others(rig):
+    model = rig.scheduler.chunks.model
+    rig.learn_row_time(0.01)
+    sequence, keys = rig.wait_for(100)
+    arriving = sequence.request
+
+    def wait_s() -> float:
+        return rig.scheduler.waiting.seconds_before(arriving, 1)
+
+    assert 0.0 < wait_s() < 0.1 * model.prefill_seconds(sequence.num_tokens, 0)
+    rig.come(keys[:10])
+    assert turns(rig, [sequence], 0.0, 0.1) == [True]
+    rig.coming.clear()  # the peer is gone
+    assert turns(rig, [sequence], 0.1, 0.2) == [False]
+    rest_s = model.prefill_seconds(sequence.num_tokens, 40)
+    assert rest_s > 0.2 and wait_s() == pytest.approx(rest_s)

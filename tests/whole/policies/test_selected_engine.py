@@ -214,7 +214,7 @@ def test_answers_are_the_same_after_preemption(prefix_cache):
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize(
     ("family", "variant"),
-    [("gpt_oss", "long"), ("gemma4_text", "long"), ("gemma2", "base"), ("llama", "long")],
+    [("gpt_oss", "long"), ("gemma4_text", "long"), ("gemma2", "head-256"), ("llama", "long")],
 )
 def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family, variant, kv_dtype):
     """With windows beside full attention, sinks, caps on scores, and layers that share K/V."""
@@ -252,4 +252,4 @@ def test_what_cannot_select_is_refused():
     with pytest.raises(ConfigError, match=r"kv_policy quest needs the cpu back end"):
         LLM(DEFAULT_MODEL, backend="cuda", dtype="int8", kv_dtype="int8", kv_policy=QUEST)
     with pytest.raises(ConfigError, match=r"kv_policy quest has nothing to select"):
-        LLM(str(checkpoint("deepseek_v2")), dtype="int8", kv_dtype="int8", kv_policy=QUEST)
+        LLM(str(checkpoint("deepseek_v2", "long")), dtype="int8", kv_dtype="int8", kv_policy=QUEST)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ops.cpu import native_library
-from ops.cpu.native_key_scores import KeyScoring
+from ops.cpu.native_key_scores import KeyScoring, ScorePlan
 from tests.support.memory.int8_kv import Cache
 
 SHAPES = [(4, 2, 64, 64), (6, 1, 32, 8), (2, 2, 80, 16), (14, 2, 128, 32)]
@@ -51,7 +51,10 @@ class Scored:
         return (groups / scale).round().clamp(-127, 127).mul(scale).flatten(-2)
 
     def add(self, q, kv_len, sums, noise=None, sharpness=None):
-        self.op.add(self.cache.address, self.cache.tile_bytes, kv_len, q, sums, noise, sharpness)
+        plan = ScorePlan(self.cache.tile_bytes)
+        wide = None if noise is None else noise[None]
+        plan.add(self.cache.address, 0, len(q), kv_len, sums[None], wide, sharpness)
+        self.op.add(plan, 0, q)
 
 
 def expected_sums(scored, q, kv_len, *, cap=0.0, noise=None, sharpness=None):
@@ -112,6 +115,23 @@ def test_the_bits_do_not_depend_on_the_cut(cut):
         at += rows
     assert np.array_equal(whole, parts)
     assert whole.any()
+
+
+def test_several_sequences_of_a_step_and_another_layer():
+    """The sums of the first layer stay as they are."""
+    scored = Scored(4, 2, 64, 64, tokens=60, sequences=2)
+    scored.cache.fill(scored.k[:33], scored.v[:33], sequence=1)
+    q = torch.randn(7, 4, 64)
+    one, other = (np.zeros((2, 2, 64), dtype=np.float32) for _ in range(2))
+    plan = ScorePlan(scored.cache.tile_bytes)
+    plan.add(scored.cache.address, 1, 1, 60, one)
+    plan.add(scored.cache.address + scored.cache.range_bytes, 3, 4, 33, other)
+    scored.op.add(plan, 1, q)
+    for sums, rows, kv_len in ((one, q[1:2], 60), (other, q[3:7], 33)):
+        assert not sums[0].any()
+        alone = sums_for(2, kv_len)
+        scored.add(rows, kv_len, alone)
+        assert np.array_equal(sums[1, :, :kv_len], alone[:, :kv_len])
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -45,7 +45,8 @@ class Peer(ScriptedServer):
 
 @pytest.fixture(autouse=True)
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts every call between the first and the second server."""
+    """Parts every call between the first and the second server, one after the other."""
+    monkeypatch.setattr(parting, "_PATIENCE_USED", 0.0)
     monkeypatch.setattr(parting, "decide", lambda *_: Decision(0, 1, 2.0, 1.0, ""))
     monkeypatch.setattr(parting, "next_server", lambda candidates, at, *_: 1 if at == 0 else None)
 

@@ -144,3 +144,49 @@ def test_a_call_starts_the_first_replica() -> None:
         wait_for(lambda: not app.states().get("RUNNING"))
         wait_for(lambda: not server_pids() - others, 40.0)
         assert app.answer(), "and again"
+
+
+def test_a_stream_goes_on_where_its_server_is_lost() -> None:
+    others = server_pids()
+    with running(min_replicas=2, max_replicas=2, max_model_len=1024) as app:
+        wait_for(lambda: app.states().get("RUNNING") == 2)
+        body = CHAT | {"stream": True, "max_tokens": 900, "ignore_eos": True, "n": 8}
+        body |= {"temperature": 0.8, "seed": 7}
+        _, expected = app.call("POST", "/v1/chat/completions", body)
+        connection = http.client.HTTPConnection("127.0.0.1", app.port, timeout=PATIENCE_S)
+        headers = {"Content-Type": "application/json"}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+        response = connection.getresponse()
+        found = response.read(400)
+        busy, seconds = busiest(server_pids() - others)
+        assert seconds > 0.01, "it computes"
+        os.kill(busy, signal.SIGKILL)
+        found += response.read()
+        connection.close()
+        assert texts_of(found) == texts_of(expected) and found.endswith(b"data: [DONE]\n\n")
+        assert b"tokens [" not in found and len(texts_of(found)) == 8
+    wait_for(lambda: server_pids() <= others, 40.0)
+
+
+def texts_of(stream: bytes) -> dict[int, str]:
+    """Returns what a stream says, by choice."""
+    texts: dict[int, str] = {}
+    for line in stream.split(b"\n"):
+        for choice in json.loads(line[6:])["choices"] if line.startswith(b"data: {") else ():
+            text = choice["delta"].get("content") or ""
+            texts[choice["index"]] = texts.get(choice["index"], "") + text
+    return texts
+
+
+def busiest(pids: set[int]) -> tuple[int, float]:
+    """Returns the process that computes most in the next fifth of a second, and for how long."""
+
+    def seconds(pid: int) -> float:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    before = {pid: seconds(pid) for pid in pids}
+    time.sleep(0.2)
+    spent = {pid: seconds(pid) - before[pid] for pid in pids}
+    chosen = max(pids, key=spent.__getitem__)
+    return chosen, spent[chosen]

@@ -50,6 +50,10 @@ CALLS: dict[str, tuple[str, dict[str, Any]]] = {
             "tools": [{"type": "function", "name": "add", "parameters": PARAMETERS}],
         },
     ),
+    "scores": (
+        "/v1/responses",
+        {"input": "A dog", "max_output_tokens": 16, "top_logprobs": 2, "temperature": 0},
+    ),
     "messages": (
         "/v1/messages",
         {
@@ -223,6 +227,12 @@ def test_what_does_not_fit_is_refused() -> None:
             (good | {"answers": [{"token_ids": tokens * 9}]}, 400, None),
             (good | {"answers": [{"token_ids": tokens[::-1]}]}, 400, None),
             (good | {"answers": [answer | {"finish_reason": "no"}]}, 400, None),
+            (good | {"answers": [answer | {"scores": 3}]}, 400, "invalid_continuation"),
+            (good | {"answers": [answer | {"scores": [[0.0, 1, []]]}]}, 400, None),
+            *(
+                (good | {"answers": [answer | {"scores": [one] * len(tokens)}]}, 400, None)
+                for one in ([], [0.0, 1], ["x", 1, []], [0.0, 1, [[1]]], [0.0, 1, [[-1, 0.0]]])
+            ),
             (good | {"state": state | {"seeds": []}}, 400, "invalid_continuation"),
             (good | {"state": state | {"seeds": ["x"]}}, 400, None),
             (good | {"state": state | {"id": "a\nb"}}, 400, "invalid_continuation"),
@@ -236,7 +246,7 @@ def test_what_does_not_fit_is_refused() -> None:
             error = json.loads(text)["error"]
             assert found == status, (value, text)
             assert code is None or error["code"] == code, (value, text)
-            assert error["param"] in ("continuation", "continuation.num_events"), text
+            assert error["param"] in ("continuation", "continuation.num_events"), (value, text)
         assert pair.servers[1].app.num_calls == 0
 
     run(check)

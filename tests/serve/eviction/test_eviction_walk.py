@@ -1,0 +1,140 @@
+"""Sequences that drop K/V end, steps stop where tokens are dropped, and memory is freed, under
+random settings, arrivals, aborts and preemptions: the accounting alone, on no device."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+
+import pytest
+
+from memory.evicting_kv import EvictingKV
+from memory.policies.drop_schedule import DropSchedule
+from memory.policies.setting import parse_kv_policy
+from memory.prefix.index import PrefixHasher
+from serve.config import MEMORY_POLICIES, QUEUE_POLICIES
+from serve.eviction.scheduler import EvictingScheduler
+from serve.request import FinishReason
+from serve.scheduler.admission import make_policy
+from serve.scheduler.memory_forecast import entry_of
+from serve.scheduler.sequence import SequenceStatus
+from serve.scheduler.step_plan import SchedulerLimits
+from serve.scheduler.waiting_queue import make_queue
+from tests.serve.scheduler.test_scheduler_walk import Walk
+from tests.support.engine.fakes import make_kv, make_seq
+
+MAX_LEN = 256
+SETTINGS = ("window:budget=12", "h2o:budget=40%", "snapkv:budget=25%", "pyramid:budget=16")
+
+
+@dataclasses.dataclass
+class Choice:
+    num_tokens: int
+    dropped: int
+
+    def move(self):
+        """Nothing is stored."""
+
+    def take(self):
+        return None
+
+    def put(self, taken):
+        """Nothing is stored."""
+
+    def settle(self):
+        """Nothing is counted."""
+
+
+class FakeEviction:
+    """Keeps as many tokens as the budget says."""
+
+    def __init__(self, setting):
+        self.setting = setting
+        self.open_at: dict[int, list[int]] = {}  # by start: prompt tokens and dropped ones
+
+    def schedule(self, num_prompt):
+        return DropSchedule(self.setting, num_prompt, 1)
+
+    def first_scored(self, num_prompt, num_answer):
+        return max(0, num_prompt - 3)
+
+    def open(self, start, num_prompt, num_answer, seed):
+        assert start not in self.open_at
+        self.open_at[start] = [num_prompt, 0]
+
+    def forget(self, start):
+        del self.open_at[start]
+
+    def choose(self, start, num_tokens):
+        num_prompt, dropped = self.open_at[start]
+        assert num_tokens == self.schedule(num_prompt).next_drop(num_tokens - 1, dropped)
+        kept = self.setting.budget(num_tokens)
+        assert kept < num_tokens - dropped
+        self.open_at[start][1] = num_tokens - kept
+        return Choice(kept, num_tokens - kept)
+
+
+class EvictingWalk(Walk):
+    def __init__(self, seed, queue, setting):
+        super().__init__(seed, queue)
+        rng = random.Random(seed)
+        limits: SchedulerLimits = self.limits
+        longest = make_kv(1, 1, MAX_LEN)[0].pages_for(MAX_LEN)
+        pages = longest + rng.choice([0, 3, 20, 300])
+        self.kv, _ = make_kv(pages, limits.max_num_seqs, MAX_LEN, manager=EvictingKV)
+        self.policy = rng.choice(MEMORY_POLICIES)
+        self.eviction = FakeEviction(parse_kv_policy(setting))
+        self.scheduler = EvictingScheduler(
+            limits,
+            self.kv,
+            make_policy(self.policy, self.kv, limits.max_num_batched_tokens),
+            PrefixHasher(self.kv.page_end) if rng.random() < 0.6 else None,
+            make_queue(queue),
+            eviction=self.eviction,
+        )
+
+    def step(self):
+        scheduler, rng = self.scheduler, self.rng
+        plan = scheduler.schedule(self.now_s)
+        assert plan is not None
+        for sequence, rows in zip(plan.sequences, plan.num_rows, strict=True):
+            assert sequence.status is SequenceStatus.RUNNING and rows > 0
+            before, target = sequence.num_computed_tokens, sequence.kv_range
+            assert before < sequence.drop_at and before + rows <= sequence.drop_at
+            assert target.capacity >= before + rows - target.dropped
+            assert before - target.dropped <= sequence.drops.peak(before)
+        self.kv.commit()
+        self.now_s += 0.01
+        count = sum(plan.samples)
+        ends = scheduler.update(plan, [5 if rng.random() < 0.03 else 9 for _ in range(count)])
+        assert all(sequence.error is None for sequence in ends)
+        if rng.random() < 0.03 and self.alive:
+            scheduler.finish(rng.choice(self.alive), FinishReason.ABORT)
+        self.kv.check_integrity()
+        self.alive = [sequence for sequence in self.alive if not sequence.is_finished]
+        assert set(self.eviction.open_at) == {s.kv_range.start for s in scheduler.running}
+
+
+@pytest.mark.parametrize("queue", QUEUE_POLICIES)
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("seed", range(5))
+def test_every_sequence_ends_and_all_memory_is_freed(queue, setting, seed):
+    walk = EvictingWalk(seed, queue, setting)
+    walk.run(40)
+    scheduler = walk.scheduler
+    assert walk.kv.num_in_use == 0 and scheduler._preempted.num_pages == 0
+    assert not walk.eviction.open_at
+    assert walk.kv.num_dropped_tokens > 0
+    walk.kv.check_integrity()
+    if walk.policy == "worst_case" and not scheduler.prefixes.is_on:
+        # with a cache, what stays may have to be copied while all pages are in use
+        assert scheduler.num_preemptions == scheduler.num_priority_preemptions, "lack of memory"
+
+
+def test_forecasts_have_the_most_that_is_held():
+    sequence = make_seq(num_prompt=100, num_tokens=300)
+    assert entry_of(sequence, 200, 10, 1) == (209, 90, 1)
+    for setting, held in (("snapkv:budget=20", 20 + 199), ("h2o:budget=20", 84)):
+        sequence.drops = DropSchedule(parse_kv_policy(setting), 100, 2)
+        assert entry_of(sequence, 200, 10, 1, 0.0) == (209, held, 1)
+    assert sequence.most_held_tokens == 100, "the prompt is held in full"

@@ -1,0 +1,162 @@
+"""Calls of the operator's hop are known by its secret; what they go on with has been counted."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from serve.cluster.front.front import Front, FrontSettings
+from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.engine.engine import Engine
+from serve.errors import ConfigError
+from serve.http import HttpServer, HttpSettings
+from serve.http.calls.continuation import AnswerState, Continuation
+from serve.http.calls.key_policy import KeyPolicy
+from serve.http.edge.errors import ApiError
+from serve.http.edge.hop import HOP_HEADER, load_hop_token
+from serve.http.edge.keys import ApiKey, KeyLimits
+from serve.http.edge.quota import Quotas
+from serve.request import RequestMetrics
+from serve.sampling_params import AnswerSoFar, SamplingParams
+from tests.serve.cluster.front.test_relay import ScriptedServer, streams
+
+MODEL = EngineConfig(model=DEFAULT_MODEL).model_name
+KEY = "secret-of-sixteen"
+ALICE = ApiKey("alice", b"", KeyLimits(1, 1, 1))
+
+
+def written(path: Path, text: str) -> str:
+    path.write_text(text)
+    path.chmod(0o600)
+    return str(path)
+
+
+def test_the_secret_itself_is_not_sent(tmp_path: Path) -> None:
+    path = written(tmp_path / "a", "a secret of the operator\n")
+    token = load_hop_token(path)
+    assert len(token) == 64 and token == load_hop_token(path)
+    assert token != load_hop_token(written(tmp_path / "b", "a secret of somebody"))
+    assert load_hop_token(None) == ""
+
+
+@pytest.mark.parametrize("text", ["", "too short", "x" * ((1 << 16) + 1)])
+def test_a_wrong_secret_names_the_setting(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="hop_key_file"):
+        load_hop_token(written(tmp_path / "key", text))
+    with pytest.raises(ConfigError, match="hop_key_file"):
+        load_hop_token(str(tmp_path / "none"))
+
+
+class Stream:
+    """One of 110 tokens of a prompt, of which 40 were cached, and 20 of an answer."""
+
+    metrics = RequestMetrics(0.0, num_cached_tokens=40, num_prompt_tokens=110, num_output_tokens=20)
+
+
+@pytest.mark.parametrize(
+    ("is_of_hop", "so_far", "expected"),
+    [(True, 15, 5), (True, 30, 0), (False, 15, 90), (True, None, 130), (False, None, 130)],
+)
+def test_what_counts_of_a_call(is_of_hop: bool, so_far: int | None, expected: int) -> None:
+    policy = KeyPolicy(ALICE)
+    policy.submitted(Stream())  # type: ignore[arg-type]
+    policy.is_of_hop = is_of_hop
+    if so_far is not None:
+        state = AnswerState("a", 0, "f", (1,), ("p",))
+        policy.continuation = Continuation(state, (AnswerSoFar((7,) * so_far),))
+    assert policy.num_charged == expected
+
+
+def test_a_prompt_that_another_server_has_computed_counts_there() -> None:
+    policy = KeyPolicy(ALICE)
+    policy.allowed(SamplingParams(awaits_prefill=True))
+    policy.submitted(Stream())  # type: ignore[arg-type]
+    assert policy.num_charged == 90, "but for what had to be computed here"
+
+
+def test_a_call_that_goes_on_is_never_refused_for_a_quota() -> None:
+    quotas = Quotas()
+    quotas.enter(ALICE)
+    with pytest.raises(ApiError):
+        quotas.enter(ALICE)
+    quotas.enter(ALICE, goes_on=True)
+    client = quotas.clients["alice"]
+    assert (client.num_running, client.num_requests) == (2, 1)
+    quotas.leave(ALICE, 3)
+    quotas.leave(ALICE, 0)
+    assert (client.num_running, client.num_tokens) == (0, 3)
+
+
+@pytest.mark.parametrize("has_secret", [True, False])
+def test_a_stream_that_moves_counts_once(tmp_path: Path, has_secret: bool) -> None:
+    """Between two real servers, the second one of which finds nothing in its cache."""
+    more: dict[str, Any] = {}
+    if has_secret:
+        more["hop_key_file"] = written(tmp_path / "hop", "a secret of the operator")
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            servers = []
+            for _ in range(2):
+                engine = Engine(DEFAULT_MODEL, dtype="int8", max_model_len=768, max_num_seqs=4)
+                settings = HttpSettings(port=0, api_keys=(f"alice:{KEY}",), **more)
+                servers.append(await stack.enter_async_context(HttpServer(engine, settings)))
+            urls = tuple(server.url for server in servers)
+            front = Front(FrontSettings(urls), HttpSettings(port=0, **more))
+            await stack.enter_async_context(front)
+            headers = {"Authorization": f"Bearer {KEY}", HOP_HEADER: "0" * 64}
+            session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+            body = {"model": MODEL, "prompt": "Once upon a time " * 20, "max_tokens": 500}
+            body |= {"stream": True, "temperature": 0, "ignore_eos": True}
+            body["stream_options"] = {"include_usage": True}
+            async with session.post(front.url + "/v1/completions", json=body) as response:
+                assert response.status == 200
+                await response.content.readany()
+                (at,) = [n for n, server in enumerate(servers) if server.app.num_calls]
+                await servers[at].drain()
+                text = await response.text()
+            assert front.counts.num_continued == {"handover": 1}
+            assert '"completion_tokens":500' in text
+            prompt = int(text.rpartition('"prompt_tokens":')[2].partition(",")[0])
+            counted = [server.app.quotas.clients["alice"].num_tokens for server in servers]
+            requests = [server.app.quotas.clients["alice"].num_requests for server in servers]
+            if has_secret:
+                # the first server may have computed some that were not sent any more
+                assert prompt + 500 <= sum(counted) < prompt + 500 + prompt // 2
+                assert sum(requests) == 1
+            else:
+                assert sum(counted) > 2 * prompt + 500
+                assert sum(requests) == 2
+
+    asyncio.run(main())
+
+
+def test_the_hop_shows_its_secret_only_where_it_goes_on(tmp_path: Path) -> None:
+    more = {"hop_key_file": written(tmp_path / "hop", "a secret of the operator")}
+    seen: list[str | None] = []
+
+    class Noting(ScriptedServer):
+        async def _answer(self, request: Any) -> Any:
+            if request.method == "POST":
+                seen.append(request.headers.get(HOP_HEADER))
+            return await super()._answer(request)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            servers = [Noting(streams(1)), Noting(streams(2, end=b"data: [DONE]\n\n"))]
+            for server in servers:
+                await server.start(stack)
+            settings = FrontSettings(tuple(server.url for server in servers))
+            front = await stack.enter_async_context(Front(settings, HttpSettings(port=0, **more)))
+            headers = {HOP_HEADER: "of a client"}
+            session = await stack.enter_async_context(aiohttp.ClientSession(headers=headers))
+            async with session.post(front.url + "/v1/completions", json={"stream": True}) as it:
+                assert b"data: 2" in await it.read()
+
+    asyncio.run(main())
+    assert seen == [None, load_hop_token(more["hop_key_file"])]
