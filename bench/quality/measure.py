@@ -102,12 +102,13 @@ def by_reference(
         for policy in policies:
             going = reference.start(prompt, policy, len(exercise.following))
             right, logprobs = [], []
-            for token in exercise.following:
+            for index, token in enumerate(exercise.following, 1):
                 right.append(int(going.logits.argmax()) == token)
                 logprobs.append(float(torch.log_softmax(going.logits, -1)[token]))
-                going.step(token)
+                if index < len(exercise.following):  # nothing follows the last one
+                    going.step(token)
             length = len(exercise.prompt) + len(exercise.following)
-            held, read = going.held / length, going.read / going.all
+            held, read = going.held / going.layers[0].length, going.read / max(1, going.all)
             size = length * token_bytes
             found[policy].append(Outcome(right, logprobs, held, read, size))
     return found
