@@ -7,6 +7,10 @@ Heads whose choice hangs on a rounding are left out.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -244,3 +248,33 @@ def test_options_that_cannot_select_are_refused():
         cache.step([0], [2], [40]).select([2], [3])
     with pytest.raises(AssertionError, match="num_selecting"):
         cache.step([0], [1], [40]).select([2], [3, 3])
+
+
+_TWO_SHAPES = """
+import torch
+from ops.cpu import native_library
+from tests.support.memory.int8_kv import Cache
+
+native_library.set_num_threads(1)
+for heads, dim in ((4, 256), (32, 16)):
+    cache = Cache(heads=heads, kv_heads=heads, dim=dim, tokens=64, has_bounds=True)
+    cache.fill(*torch.randn(2, 64, heads, dim))
+    step = cache.step([0], [1], [64])
+    step.select([1], [2])
+    cache.op.attend(step, torch.randn(1, heads, dim))
+"""
+
+
+def test_layers_of_other_shapes_in_one_process_write_no_memory_beyond_their_own():
+    """A layer of few wide heads, then one of many narrow heads, as large as the first. The process
+    checks its heap, without a cache of freed pieces, when it ends."""
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_SHAPES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
