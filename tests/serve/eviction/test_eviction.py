@@ -13,6 +13,7 @@ import pytest
 from serve import LLM, Engine, SamplingParams
 from serve.cli.start_summary import engine_lines
 from serve.config import EngineConfig
+from serve.engine.core_view import any_request
 from serve.errors import ConfigError
 from serve.eviction.start import check_eviction
 from serve.models import read_spec
@@ -301,18 +302,41 @@ def test_what_is_held_is_counted():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_predicted_as_they_are_found(policy):
+    """So the time to the first token that is predicted does not count rows that are computed."""
+    (prompt,) = prompts(130)
+    params = greedy(80)
+    with engine(f"{policy}:budget=24") as llm:
+        view = llm._loaded.core.view
+        request = dataclasses.replace(any_request(1, params), prompt_token_ids=tuple(prompt))
+        assert view.num_cached_tokens(request) == 0
+        generate(llm, [prompt])
+        before = llm.stats().prefix_hit_tokens
+        predicted = view.num_cached_tokens(request)
+        generate(llm, [prompt])
+        assert predicted == llm.stats().prefix_hit_tokens - before
+        assert (predicted == 0) == (policy in ("h2o", "keyformer"))
+        unlimited = dataclasses.replace(request, params=SamplingParams())
+        assert view.num_cached_tokens(unlimited) == predicted
+        empty = dataclasses.replace(request, prompt_token_ids=())
+        assert view.num_cached_tokens(empty) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_pages_of_prompts_are_on_disk(policy, tmp_path):
-    """A restarted engine loads them, and drops the same tokens."""
+    """A restarted engine loads those that it uses, and drops the same tokens."""
     setting = f"{policy}:budget=24"
     expected = alone(setting)
     asked, disk = (
         prompts(130, 40, 97, 65),
         {"kv_cache_dir": str(tmp_path), "kv_disk_bytes": 4 << 20},
     )
-    for _ in range(2):
+    for is_restarted in (False, True):
         with engine(setting, **disk) as llm:
             assert generate(llm, asked) == expected
             assert llm.stats().pages_in_use == 0
+            uses = is_restarted and policy not in ("h2o", "keyformer")
+            assert (llm.stats().disk_loaded_pages > 0) == uses
 
 
 @pytest.mark.parametrize("policy", POLICIES)
