@@ -83,12 +83,17 @@ def test_the_engine_and_the_reference_agree(tmp_path):
 @pytest.mark.parametrize(
     "policy",
     [
-        "window:budget=20%",
         "h2o:budget=50",
-        "snapkv:budget=20%",
-        "keyformer:budget=20%",
         "pyramid:budget=20%",
-        "h2o:budget=100%",
+        *[
+            pytest.param(costly, marks=pytest.mark.exhaustive)
+            for costly in (
+                "window:budget=20%",
+                "snapkv:budget=20%",
+                "keyformer:budget=20%",
+                "h2o:budget=100%",
+            )
+        ],
     ],
 )
 def test_the_engine_drops_what_the_reference_drops(policy):
@@ -121,6 +126,6 @@ def test_the_engine_selects_about_what_the_reference_selects():
 
 
 def test_the_committed_model_can_do_the_tasks():
-    exercises = make_exercises(2048, 3, 8)
+    exercises = make_exercises(1024, 2, 8)
     (row,) = rows_of(exercises, by_reference(BUILT, ["full"], exercises, quiet))
-    assert min(row.accuracy.values()) >= 0.9 and row.perplexity < 8
+    assert min(row.accuracy.values()) >= 0.9 and row.perplexity < 10

@@ -32,11 +32,17 @@ pytestmark = [
 
 CASES = [
     {"heads": 8, "kv_heads": 2, "dim": 64, "length": 700, "budget": 6},
-    {"heads": 4, "kv_heads": 4, "dim": 128, "length": 1100, "budget": 40, "group": 32},
+    pytest.param(
+        {"heads": 4, "kv_heads": 4, "dim": 128, "length": 1100, "budget": 40, "group": 32},
+        marks=pytest.mark.exhaustive,
+    ),
     {"heads": 4, "kv_heads": 1, "dim": 32, "length": 65, "budget": 2, "group": 16},
     {"heads": 6, "kv_heads": 2, "dim": 80, "length": 300, "budget": 5, "group": 16},
     {"heads": 2, "kv_heads": 2, "dim": 16, "length": 330, "budget": 1, "group": 8},
-    {"heads": 24, "kv_heads": 2, "dim": 256, "length": 2300, "budget": 100},
+    pytest.param(
+        {"heads": 24, "kv_heads": 2, "dim": 256, "length": 2300, "budget": 100},
+        marks=pytest.mark.exhaustive,
+    ),
     {"heads": 8, "kv_heads": 2, "dim": 64, "length": 900, "budget": 9, "soft_cap": 2.0},
     {
         "heads": 4,
