@@ -17,10 +17,13 @@ from bench.quality.policies import POLICIES
 from bench.quality.reference import Reference
 from bench.quality.tasks import ACCURACIES, MAX_FOLLOWING, TEXT, Exercise
 from bench.quality.vocabulary import text_of
+from memory.attention.tiled import is_selectable
 from memory.policies.setting import parse_kv_policy
+from quant.kv import TILE_TOKENS, bounds_bytes
 from serve.config import EngineSettings
 from serve.engine.llm import LLM
 from serve.errors import ConfigError
+from serve.models import read_spec
 from serve.sampling_params import SamplingParams
 from serve.structured_output import StructuredOutput
 
@@ -36,8 +39,9 @@ class Outcome:
 
     held, read: K/V tokens of a layer and head, on average, after the last token and by each
     decoded token, as shares of the sequence (on an engine, of the layer that holds the most; what
-    a policy that drops reads is taken to be what it holds). step_s: of a decoded token, NaN if not
-    measured. kv_bytes: of the whole sequence.
+    a policy that drops reads is taken to be what it holds; what selects reads the bounds of all
+    tiles as well). step_s: of a decoded token, NaN if not measured. kv_bytes: of the whole
+    sequence.
     """
 
     right: list[bool]
@@ -127,12 +131,31 @@ def by_engine(
         report(policy)
         settings["kv_policy"] = "off" if policy == FULL else policy
         with LLM(model, **settings) as llm:
-            found[policy] = [_decode(llm, exercise) for exercise in exercises]
+            bounds = _bounds_share(model, llm)
+            found[policy] = [_decode(llm, exercise, bounds) for exercise in exercises]
     return found
 
 
-def _decode(llm: LLM, exercise: Exercise) -> Outcome:
-    """Decodes what follows a prompt: the only text that the answer may be."""
+def _bounds_share(model: Path, llm: LLM) -> float:
+    """Returns which share of the K/V memory is bounds, from which tiles are selected."""
+    if llm._loaded.selection is None:
+        return 0.0
+    layers = filter(is_selectable, read_spec(model).attention_layers)
+    size = sum(bounds_bytes(layer.num_kv_heads, layer.head_dim) for layer in layers)
+    return size / TILE_TOKENS / llm.stats().kv_bytes_per_token
+
+
+def read_share(num_read: int, num_held: int, bounds: float) -> float:
+    """Returns which share of its K/V a row reads that selects num_read of num_held tiles. bounds:
+    the share that is bounds: a row that reads every tile needs none, others read all of them."""
+    if num_read == num_held:
+        return 1.0 - bounds
+    return num_read / num_held * (1.0 - bounds) + bounds
+
+
+def _decode(llm: LLM, exercise: Exercise, bounds: float) -> Outcome:
+    """Decodes what follows a prompt: the only text that the answer may be. bounds: see
+    read_share."""
     form = StructuredOutput("choice", json.dumps([text_of(exercise.following)]))
     params = SamplingParams(
         max_tokens=len(exercise.following), temperature=0.0, logprobs=1, structured=form, seed=SEED
@@ -151,7 +174,7 @@ def _decode(llm: LLM, exercise: Exercise) -> Outcome:
         [place[token].rank == 1 for token, place in places],
         [place[token].logprob for token, place in places],
         held,
-        read / selected if selected else held,
+        read_share(read, selected, bounds) if selected else held,
         length * llm.stats().kv_bytes_per_token,
         (times.finished_s - times.first_token_s) / max(1, len(places) - 1),
     )

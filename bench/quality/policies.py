@@ -245,9 +245,9 @@ def gumbel_noise(seed: int, layers: int, kv_heads: int, count: int) -> Tensor:
     """Returns keyformer's noise of the first `count` keys [layers, Hk, count]. Each block of
     NOISE_BLOCK keys has a Philox generator of its own, whose key is the seed and the block."""
     blocks = [
-        np.random.Generator(np.random.Philox(key=[seed % 2**64, block])).gumbel(
-            size=(layers, kv_heads, NOISE_BLOCK)
-        )
+        np.random.Generator(
+            np.random.Philox(key=np.array([seed % 2**64, block], dtype=np.uint64))
+        ).gumbel(size=(layers, kv_heads, NOISE_BLOCK))
         for block in range(-(-count // NOISE_BLOCK))
     ]
     return torch.from_numpy(np.concatenate(blocks, 2)[:, :, :count]).float()

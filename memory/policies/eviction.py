@@ -145,9 +145,9 @@ def gumbel_noise(seed: int, layers: int, heads: int, first: int, end: int) -> Sc
     depends on the seed and the position alone."""
     begin = first // _NOISE_BLOCK
     blocks = [
-        np.random.Generator(np.random.Philox(key=[seed % 2**64, number])).gumbel(
-            size=(layers, heads, _NOISE_BLOCK)
-        )
+        np.random.Generator(
+            np.random.Philox(key=np.array([seed % 2**64, number], dtype=np.uint64))
+        ).gumbel(size=(layers, heads, _NOISE_BLOCK))
         for number in range(begin, -(-end // _NOISE_BLOCK))
     ]
     if not blocks:

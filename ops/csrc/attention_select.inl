@@ -71,7 +71,8 @@ void round_to_sides(const AttentionLayer& layer, const HeadShape& shape, size_t 
   alignas(64) float x[MAX_HEAD_DIM], sides[2][MAX_HEAD_DIM];
   const int kv_heads = layer.cache.num_kv_heads, per_kv = layer.num_heads / kv_heads;
   const size_t need = head_bytes * kv_heads;
-  if (to.bytes.size() < need) to.bytes.resize(need), to.steps.resize(kv_heads);
+  if (to.bytes.size() < need) to.bytes.resize(need);
+  if (static_cast<int>(to.steps.size()) < kv_heads) to.steps.resize(kv_heads);
   std::memset(to.bytes.data(), 0, need);
   for (int h = 0; h < kv_heads; h++) {
     std::memset(sides, 0, sizeof(sides));

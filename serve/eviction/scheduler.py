@@ -19,7 +19,7 @@ from memory.evicting_kv import EvictingKV, Mover
 from memory.kv_memory import KVMemory
 from memory.policies.drop_schedule import NEVER
 from memory.prefix.index import PrefixHasher
-from serve.request import FinishReason
+from serve.request import FinishReason, Request
 from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.scheduler import Scheduler
@@ -134,21 +134,38 @@ class _UnscoredPrefixes(PrefixLookup):
 
     def __init__(
         self,
-        kv: KVMemory,
+        kv: EvictingKV,
         hasher: PrefixHasher | None,
         prefill_seconds: Callable[[int, int], float],
         eviction: Eviction,
     ) -> None:
         super().__init__(kv, hasher, prefill_seconds)
+        self._evicting_kv = kv
         self._eviction = eviction
 
     def most_shared(self, sequence: Sequence) -> int:
-        assert sequence.drops is not None, "it is queued"
         num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
+        return self._most_shared(sequence.num_tokens, num_prompt, num_answer)
+
+    def _most_shared(self, num_tokens: int, num_prompt: int, num_answer: int) -> int:
         first = self._eviction.first_scored(num_prompt, num_answer)
-        most = min(sequence.num_tokens - 1, first)
         # the row before tokens are dropped is computed, at whose end that is done
-        return min(most, sequence.drops.next_drop(0, 0) - 1)
+        drop_at = self._eviction.schedule(num_prompt).next_drop(0, 0)
+        return min(num_tokens - 1, first, drop_at - 1)
+
+    def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
+        num_prompt = len(request.prompt_token_ids)
+        if request.reads_prompt or not num_prompt:
+            return num_prompt
+        num_answer = request.params.max_tokens
+        if num_answer is None:
+            num_answer = self._evicting_kv.max_model_len - num_prompt
+        most = self._most_shared(num_prompt, num_prompt, num_answer)
+        return num_prompt - self._evicting_kv.num_cached_tokens(page_keys, most)
+
+    def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
+        # what is computed in any case is not loaded
+        return self.most_shared(sequence) > 0 and super().is_fetching(sequence, now_s)
 
     def is_being_computed(self, sequence: Sequence, others: Iterable[Sequence]) -> bool:
         if self.most_shared(sequence) <= 0:

@@ -83,12 +83,17 @@ def test_the_engine_and_the_reference_agree(tmp_path):
 @pytest.mark.parametrize(
     "policy",
     [
-        "window:budget=20%",
         "h2o:budget=50",
-        "snapkv:budget=20%",
-        "keyformer:budget=20%",
         "pyramid:budget=20%",
-        "h2o:budget=100%",
+        *[
+            pytest.param(costly, marks=pytest.mark.exhaustive)
+            for costly in (
+                "window:budget=20%",
+                "snapkv:budget=20%",
+                "keyformer:budget=20%",
+                "h2o:budget=100%",
+            )
+        ],
     ],
 )
 def test_the_engine_drops_what_the_reference_drops(policy):
@@ -109,13 +114,18 @@ def test_the_engine_selects_about_what_the_reference_selects():
     exercises = [one for one in make_exercises(1024, 2, 4) if one.task in ("needles", "hops")]
     policy = "quest:budget=25%"
     (ours,) = by_reference(BUILT, [policy], exercises, quiet).values()
-    (engines,) = by_engine(BUILT, [policy], exercises, quiet, kv_dtype="int8").values()
-    for one, other in zip(ours, engines, strict=True):
+    engines = by_engine(BUILT, [policy, "quest:budget=100%"], exercises, quiet, kv_dtype="int8")
+    bounds = 48 / 592  # of a token's bytes, in 4 layers with 2 heads of 32
+    for whole in engines["quest:budget=100%"]:
+        assert whole.read == pytest.approx(1.0 - bounds), "it needs no bounds"
+    for one, other in zip(ours, engines[policy], strict=True):
         assert other.right == one.right
-        assert other.read == pytest.approx(one.read, abs=0.02) and other.held == 1.0
+        assert other.held == 1.0
+        selected = (other.read - bounds) / (1.0 - bounds)
+        assert selected == pytest.approx(one.read, abs=0.02)
 
 
 def test_the_committed_model_can_do_the_tasks():
-    exercises = make_exercises(2048, 3, 8)
+    exercises = make_exercises(1024, 2, 8)
     (row,) = rows_of(exercises, by_reference(BUILT, ["full"], exercises, quiet))
-    assert min(row.accuracy.values()) >= 0.9 and row.perplexity < 8
+    assert min(row.accuracy.values()) >= 0.9 and row.perplexity < 10

@@ -124,6 +124,13 @@ def test_noise_depends_on_the_seed_and_the_position_alone():
     assert abs(whole.mean() - 0.5772) < 0.1
 
 
+def test_each_seed_has_noise_of_its_own():
+    """Also negative ones, which are large without a sign."""
+    seeds = (0, 1, -1, -2, 2**63 - 1, -(2**63), -(2**63) + 1, 2**53, 2**53 + 1)
+    drawn = {gumbel_noise(seed, 1, 2, 0, 5).tobytes() for seed in seeds}
+    assert len(drawn) == len(seeds)
+
+
 def test_the_temperature_rises_with_the_answer():
     values = [temperature(position, 10, 4) for position in range(16)]
     assert values[:10] == [1.0] * 10

@@ -13,6 +13,7 @@ import pytest
 from serve import LLM, Engine, SamplingParams
 from serve.cli.start_summary import engine_lines
 from serve.config import EngineConfig
+from serve.engine.core_view import any_request
 from serve.errors import ConfigError
 from serve.eviction.start import check_eviction
 from serve.models import read_spec
@@ -59,8 +60,26 @@ def alone(policy, **settings):
         return [generate(llm, [one])[0] for one in prompts(130, 40, 97, 65)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("amount", ["24", "30%"])
+@pytest.mark.parametrize(
+    ("policy", "amount"),
+    [
+        ("window", "24"),
+        ("h2o", "24"),
+        ("snapkv", "30%"),
+        ("keyformer", "30%"),
+        ("pyramid", "24"),
+        *[
+            pytest.param(*costly, marks=pytest.mark.exhaustive)
+            for costly in (
+                ("window", "30%"),
+                ("h2o", "30%"),
+                ("snapkv", "24"),
+                ("keyformer", "24"),
+                ("pyramid", "30%"),
+            )
+        ],
+    ],
+)
 def test_answers_are_those_of_a_reference(policy, amount):
     """In floats, where the reference is exact. Prompts are cut into chunks."""
     setting = f"{policy}:budget={amount}"
@@ -81,8 +100,20 @@ def test_answers_are_those_of_a_reference(policy, amount):
         assert generate(llm, asked, greedy(num_answer)) != expected, "something was dropped"
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kv_dtype", ["int8", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("policy", "kv_dtype"),
+    [
+        *[(policy, "int8") for policy in POLICIES],
+        ("h2o", "float32"),
+        ("pyramid", "bfloat16"),
+        *[
+            pytest.param(policy, kv_dtype, marks=pytest.mark.exhaustive)
+            for policy in POLICIES
+            for kv_dtype in ("float32", "bfloat16")
+            if (policy, kv_dtype) not in (("h2o", "float32"), ("pyramid", "bfloat16"))
+        ],
+    ],
+)
 def test_a_budget_of_everything_changes_no_bit(policy, kv_dtype):
     asked = prompts(130, 40, 97)
     params = greedy(60, logprobs=3)
@@ -301,8 +332,31 @@ def test_what_is_held_is_counted():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_hits_are_predicted_as_they_are_found(policy, monkeypatch):
+    """So the time to the first token that is predicted does not count rows that are computed."""
+    (prompt,) = prompts(130)
+    params = greedy(80)
+    with engine(f"{policy}:budget=24") as llm:
+        view = llm._loaded.core.view
+        # else a hit that takes longer to map than to compute is not used
+        monkeypatch.setattr(llm._loaded.core.kv, "map_seconds", lambda hit: 0.0)
+        request = dataclasses.replace(any_request(1, params), prompt_token_ids=tuple(prompt))
+        assert view.num_cached_tokens(request) == 0
+        generate(llm, [prompt])
+        before = llm.stats().prefix_hit_tokens
+        predicted = view.num_cached_tokens(request)
+        generate(llm, [prompt])
+        assert predicted == llm.stats().prefix_hit_tokens - before
+        assert (predicted == 0) == (policy in ("h2o", "keyformer"))
+        unlimited = dataclasses.replace(request, params=SamplingParams())
+        assert view.num_cached_tokens(unlimited) == predicted
+        empty = dataclasses.replace(request, prompt_token_ids=())
+        assert view.num_cached_tokens(empty) == 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_pages_of_prompts_are_on_disk(policy, tmp_path):
-    """A restarted engine loads them, and drops the same tokens."""
+    """A restarted engine loads those that it uses, and drops the same tokens."""
     setting = f"{policy}:budget=24"
     expected = alone(setting)
     asked, disk = (
@@ -313,6 +367,8 @@ def test_pages_of_prompts_are_on_disk(policy, tmp_path):
         with engine(setting, **disk) as llm:
             assert generate(llm, asked) == expected
             assert llm.stats().pages_in_use == 0
+            if policy in ("h2o", "keyformer"):  # others load what takes longer to compute
+                assert llm.stats().disk_loaded_pages == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

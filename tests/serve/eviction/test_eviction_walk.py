@@ -117,7 +117,9 @@ class EvictingWalk(Walk):
 
 @pytest.mark.parametrize("queue", QUEUE_POLICIES)
 @pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    "seed", [0, *[pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 5)]]
+)
 def test_every_sequence_ends_and_all_memory_is_freed(queue, setting, seed):
     walk = EvictingWalk(seed, queue, setting)
     walk.run(40)

@@ -95,7 +95,10 @@ def reference(kv_policy: str, tokens: list[int], num_prompt: int) -> torch.Tenso
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("policy", ["quest:budget=12%", "quest:budget=64"])
+@pytest.mark.parametrize(
+    "policy",
+    ["quest:budget=64", pytest.param("quest:budget=12%", marks=pytest.mark.exhaustive)],
+)
 def test_decoded_tokens_have_the_distributions_of_the_reference(policy):
     tokens = text(420)
     found, wanted = (which(policy, tokens, 340) for which in (decoded, reference))
@@ -211,10 +214,19 @@ def test_answers_are_the_same_after_preemption(prefix_cache):
         assert until_preempted(llm, lambda: answers(llm, prompts, one)) == roomy
 
 
-@pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize(
-    ("family", "variant"),
-    [("gpt_oss", "long"), ("gemma4_text", "long"), ("gemma2", "head-256"), ("llama", "long")],
+    ("family", "variant", "kv_dtype"),
+    [
+        ("gpt_oss", "long", "int8"),
+        ("gemma4_text", "long", "int8"),
+        ("gemma2", "head-256", "int8"),
+        ("llama", "long", "int8"),
+        ("gpt_oss", "long", "int4"),
+        *[
+            pytest.param(*costly, "int4", marks=pytest.mark.exhaustive)
+            for costly in (("gemma4_text", "long"), ("gemma2", "head-256"), ("llama", "long"))
+        ],
+    ],
 )
 def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family, variant, kv_dtype):
     """With windows beside full attention, sinks, caps on scores, and layers that share K/V."""

@@ -7,6 +7,10 @@ Heads whose choice hangs on a rounding are left out.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -28,11 +32,17 @@ pytestmark = [
 
 CASES = [
     {"heads": 8, "kv_heads": 2, "dim": 64, "length": 700, "budget": 6},
-    {"heads": 4, "kv_heads": 4, "dim": 128, "length": 1100, "budget": 40, "group": 32},
+    pytest.param(
+        {"heads": 4, "kv_heads": 4, "dim": 128, "length": 1100, "budget": 40, "group": 32},
+        marks=pytest.mark.exhaustive,
+    ),
     {"heads": 4, "kv_heads": 1, "dim": 32, "length": 65, "budget": 2, "group": 16},
     {"heads": 6, "kv_heads": 2, "dim": 80, "length": 300, "budget": 5, "group": 16},
     {"heads": 2, "kv_heads": 2, "dim": 16, "length": 330, "budget": 1, "group": 8},
-    {"heads": 24, "kv_heads": 2, "dim": 256, "length": 2300, "budget": 100},
+    pytest.param(
+        {"heads": 24, "kv_heads": 2, "dim": 256, "length": 2300, "budget": 100},
+        marks=pytest.mark.exhaustive,
+    ),
     {"heads": 8, "kv_heads": 2, "dim": 64, "length": 900, "budget": 9, "soft_cap": 2.0},
     {
         "heads": 4,
@@ -244,3 +254,33 @@ def test_options_that_cannot_select_are_refused():
         cache.step([0], [2], [40]).select([2], [3])
     with pytest.raises(AssertionError, match="num_selecting"):
         cache.step([0], [1], [40]).select([2], [3, 3])
+
+
+_TWO_SHAPES = """
+import torch
+from ops.cpu import native_library
+from tests.support.memory.int8_kv import Cache
+
+native_library.set_num_threads(1)
+for heads, dim in ((4, 256), (32, 16)):
+    cache = Cache(heads=heads, kv_heads=heads, dim=dim, tokens=64, has_bounds=True)
+    cache.fill(*torch.randn(2, 64, heads, dim))
+    step = cache.step([0], [1], [64])
+    step.select([1], [2])
+    cache.op.attend(step, torch.randn(1, heads, dim))
+"""
+
+
+def test_layers_of_other_shapes_in_one_process_write_no_memory_beyond_their_own():
+    """A layer of few wide heads, then one of many narrow heads, as large as the first. The process
+    checks its heap, without a cache of freed pieces, when it ends."""
+    environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.tcache_count=0"}
+    done = subprocess.run(
+        [sys.executable, "-c", _TWO_SHAPES],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
