@@ -15,7 +15,7 @@ from serve.engine.llm import LLM
 from serve.engine.node_recovery import generation_error
 from serve.errors import WEIGHTS_LOST, ConfigError, WeightsLostError
 from serve.http.edge.errors import to_api_error
-from serve.loading import footprint
+from serve.loading import footprint, model_source
 from serve.loading.runtime import load_runtime
 from serve.loading.streaming.placement import least_bytes
 from serve.sampling_params import SamplingParams
@@ -103,6 +103,18 @@ def test_it_streams_by_itself_where_the_weights_do_not_fit(
     monkeypatch.setattr(footprint, "available_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="the weights are too large"):
         load_runtime(EngineConfig(str(model), **SETTINGS))
+
+
+def test_the_default_bound_of_packed_files_does_not_stop_a_larger_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "DEFAULT_BYTES", 1000)
+    bounded = EngineConfig(
+        str(model), weight_memory_bytes=1 << 30, packed_cache_bytes=1000, **SETTINGS
+    )
+    with pytest.raises(ConfigError, match="are more than packed_cache_bytes"):
+        load_runtime(bounded)
+    load_runtime(EngineConfig(str(model), weight_memory_bytes=1 << 30, **SETTINGS)).memory.close()
 
 
 def _never_fit(*_: object, **__: object) -> None:
