@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from memory.tiers.block_file import Transfer
+from memory.tiers.block_file import Transfer, os_error
 from ops.cpu import native_library
+from serve.errors import ModelLoadError
 from serve.loading.streaming import build, speeds
-from tests.support.models.packed_models import copy_of_model, logits, start
+from tests.support.models.packed_models import copy_of_model, kept, logits, start
 from tests.support.models.streamed import (
     FaultyFile,
     least_budget,
@@ -60,6 +62,24 @@ def test_the_ring_has_its_memory_before_its_first_layers_have_come(
     assert [num_absent(part) for part in stream._memory] == [0] * len(stream._memory)
     files[-1].read(held)
     stream.close()
+
+
+def test_a_lack_of_memory_does_not_cost_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_small(monkeypatch)
+    path = copy_of_model("llama", "base", tmp_path)
+    logits(path)
+
+    def fail(*_: object) -> None:
+        raise os_error(errno.ENOMEM)
+
+    files = kept(path)
+    monkeypatch.setattr(build, "huge_pages", fail)
+    monkeypatch.setattr(build, "_HUGE_FROM", 0)
+    with pytest.raises(ModelLoadError, match=r"\.packed: Cannot allocate memory"):
+        start(path, streaming(1 << 30))
+    assert files and kept(path) == files
 
 
 def test_memory_is_read_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
