@@ -19,11 +19,17 @@ from bench.plan.hardware import HERE
 from bench.plan.serving import decode_work
 from bench.plan.shapes import Precision, Shape
 from serve.errors import ConfigError
-from serve.loading.streaming.placement import Mixtures, Needs, Placement, bytes_of_step, place
+from serve.loading.streaming.placement import (
+    MIN_HEAD_BYTES,
+    SHARE_OF_FREE,
+    Mixtures,
+    Needs,
+    Placement,
+    bytes_of_step,
+    place,
+)
 from serve.units import format_memory
 
-_SHARE = 0.75  # of the free memory, as in serve/loading/footprint.py
-_HEAD_BYTES = 16 << 20  # of the parts in which the last product is read
 _FILE_BYTES = 256 << 20
 
 
@@ -53,7 +59,7 @@ def beyond_memory(
         return None
     needs = needs_of(cost.shape, cost.precision)
     try:
-        placement: Placement = place(needs, int(_SHARE * device.memory_bytes))
+        placement: Placement = place(needs, int(SHARE_OF_FREE * device.memory_bytes))
     except ConfigError:
         return None
     disk = (measure or _measured)()
@@ -72,7 +78,7 @@ def needs_of(shape: Shape, precision: Precision) -> Needs:
     experts = shape.expert_parameters * bytes_each
     table = shape.weight_bytes(precision) - block - head - experts
     layers = [int(block / shape.num_layers)] * shape.num_layers
-    part = max(_HEAD_BYTES, layers[0])
+    part = max(MIN_HEAD_BYTES, layers[0])
     parts = max(1, round(head / part))
     mixtures: dict[tuple[int, float], list[int]] = {}
     for each in shape.mixtures:

@@ -10,6 +10,8 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from serve.loading.streaming.experts import DECAY
+
 Access = tuple[int, list[int]]
 Expert = tuple[int, int]
 
@@ -31,7 +33,7 @@ def lru_hits(trace: Sequence[Access], slots: int, start: Sequence[Expert] = ()) 
 
 
 def heat_hits(
-    trace: Sequence[Access], slots: int, start: Sequence[Expert] = (), decay: float = 0.99
+    trace: Sequence[Access], slots: int, start: Sequence[Expert] = (), decay: float = DECAY
 ) -> float:
     """Returns the share of uses that are in memory if what was used least often is dropped; uses
     count less with every step."""

@@ -31,7 +31,6 @@ _BITS = {"int8": 8.0, "fp8": 8.0, **dict.fromkeys(ROUNDED_TO_4_BITS, 4.0)}
 _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
-_SHARE_OF_FREE = 0.75  # of weights that do not fit; the rest is for K/V and steps
 _LEAST_SHARE = 0.05  # of all weights that must fit for a start without weight_memory_bytes
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 
@@ -190,8 +189,10 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
         return min(config.weight_memory_bytes, free_memory(precision))
     try:
         check_weights_fit(config, spec, precision)
-    except ConfigError:
-        budget = int(free_memory(precision) * _SHARE_OF_FREE)
+    except ConfigError as error:
+        from serve.loading.streaming.placement import SHARE_OF_FREE  # only such models need it
+
+        budget = int(free_memory(precision) * SHARE_OF_FREE)
         if config.kv_cache_bytes is not None:
             budget = min(budget, free_memory(precision) - config.kv_cache_bytes)
         about = about_bytes(config, spec, precision)
@@ -199,9 +200,10 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
             raise
         logger.warning(
             "the weights (%s) do not fit into memory: %s of them will, the rest is read from the"
-            " disk in every step (weight_memory_bytes)",
+            " disk in every step (weight_memory_bytes); %s",
             format_memory(about),
             format_memory(budget),
+            error,  # it says in which type they would fit
         )
         return budget
     return None

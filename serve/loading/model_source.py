@@ -318,7 +318,10 @@ def _tensor_cache(source: ModelSource) -> TensorCache | None:
     from serve.loading.streaming.cache import StreamingCache  # only such models need it
 
     assert packed is not None, "check_streaming"
-    return StreamingCache(packed, source.weight_budget, about_bytes(config, spec, precision))
+    about = about_bytes(config, spec, precision)
+    if config.packed_cache_bytes is None:  # this model cannot do without its file
+        packed.max_bytes = max(packed.max_bytes, about)
+    return StreamingCache(packed, source.weight_budget, about)
 
 
 def _head_path(config: EngineConfig) -> Path:

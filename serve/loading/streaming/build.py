@@ -111,6 +111,7 @@ class StreamedModel:
             return
         size, count = self._placement.buffer_bytes, self._placement.buffers
         memory = self._take(size * count)
+        memory.zero_()  # K/V is sized by what is free, perhaps before the first layers have come
         self._buffers = [memory[at * size : (at + 1) * size] for at in range(count)]
         for (unit, spans, _), number in zip(units, self._numbers, strict=True):
             if number is not None:

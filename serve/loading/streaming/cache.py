@@ -3,6 +3,7 @@ none yet, and what does not fit stays there."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable
@@ -43,6 +44,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 DEPTH = 64  # reads in flight
+_NOT_OF_THE_FILE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # packing it again would not help
 
 
 @dataclass(slots=True)
@@ -75,7 +77,9 @@ class StreamingCache:
                     os.close(fd)
                     return self._load(file, identity, loaded, build)
             except (DamagedCache, OSError) as error:
-                problem = reason(error) if isinstance(error, OSError) else error
+                if isinstance(error, OSError) and error.errno in _NOT_OF_THE_FILE:
+                    raise _load_error(file, error) from error
+                problem = _problem(error)
                 logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
                 folders.remove(file)
         file = pack_to_file(
@@ -85,8 +89,7 @@ class StreamingCache:
         try:
             return self._load(file, identity, loaded, build)
         except (DamagedCache, OSError) as error:
-            problem = reason(error) if isinstance(error, OSError) else error
-            raise ModelLoadError(f"packed weights: {file}: {problem}") from error
+            raise _load_error(file, error) from error
 
     def _load(
         self,
@@ -140,6 +143,14 @@ class StreamingCache:
             1 / step_s,
             8 / many_s,
         )
+
+
+def _load_error(file: Path, error: DamagedCache | OSError) -> ModelLoadError:
+    return ModelLoadError(f"packed weights: {file}: {_problem(error)}")
+
+
+def _problem(error: DamagedCache | OSError) -> str:
+    return reason(error) if isinstance(error, OSError) else str(error)
 
 
 def _read_index(file: Path, identity: Identity) -> Index:

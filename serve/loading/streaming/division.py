@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.loading.streaming import tables
+from serve.loading.streaming import placement, tables
 from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.placement import Mixtures, Needs
 from serve.loading.streaming.source import can_split, split_layer
@@ -30,7 +30,6 @@ from serve.models.packed_cache.layout import PAGE, LayerEntry, Span, TensorEntry
 from serve.models.packed_cache.writer import round_up
 
 LINE = 64
-_MIN_HEAD_BYTES = 16 << 20  # of a part of the last product, where layers are smaller
 
 
 @dataclass(slots=True)
@@ -69,14 +68,14 @@ class Division:
         self.tables: list[Use] = []
         self.head: list[LayerEntry] = []
         self.spans: list[list[Span]] = [[] for _ in range(self.num_layers)]
-        self._sort(_num_lookups(weights))
+        self._sort(_looks_up(weights))
         self.units = [unit_of(f"layer {n}", self.spans[n]) for n in range(self.num_layers)]
         for part in self.head:
             self.spans.append(spans_of(part))
             self.units.append(unit_of("the last product", self.spans[-1]))
         self.needs = self._needs()
 
-    def _sort(self, num_lookups: int) -> None:
+    def _sort(self, looks_up: bool) -> None:
         in_slots = {mixture.layer for group in self.groups for mixture in group.mixtures}
         heads: list[Use] = []
         for use in self.uses.uses:
@@ -84,7 +83,7 @@ class Division:
                 continue
             if use.role in (LAYER, EXPERT) and use.layer < self.num_layers:
                 self.spans[use.layer] += use.spans
-            elif use.role == TABLE and num_lookups and not self.tables and _is_large(use):
+            elif use.role == TABLE and looks_up and not self.tables and _is_large(use):
                 self.tables.append(use)
             elif use.role == HEAD and can_split(use) and not heads:
                 heads.append(use)
@@ -92,7 +91,7 @@ class Division:
                 self.fixed += use.spans
         largest = max((sum(each.num_bytes for each in spans) for spans in self.spans), default=0)
         for use in heads:
-            self.head = split_layer(use.layers[0], max(_MIN_HEAD_BYTES, largest))
+            self.head = split_layer(use.layers[0], max(placement.MIN_HEAD_BYTES, largest))
 
     def _grouped(self, weights: DecoderWeights) -> list[Group]:
         groups: dict[tuple[object, ...], Group] = {}
@@ -143,10 +142,10 @@ def mixture_of(block: Block) -> MixtureMlp | None:
     return mlp if isinstance(mlp, MixtureMlp) else None
 
 
-def _num_lookups(weights: DecoderWeights) -> int:
-    """Returns whether the first table of the model is looked up by rows: the embedding."""
+def _looks_up(weights: DecoderWeights) -> bool:
+    """Returns whether whole rows of the model's first table, the embedding, are looked up."""
     embed = weights.embed
-    return int(isinstance(embed, Lookup) and embed.columns is None)
+    return isinstance(embed, Lookup) and embed.columns is None
 
 
 def _extent(entry: LayerEntry) -> int:

@@ -19,7 +19,7 @@ from ops.backend import ExpertsOp, Router, Routing
 from serve.loading.streaming.reader import Fetch, WeightReader
 from serve.loading.streaming.units import Unit
 
-_DECAY = 0.95  # of how often an expert was used, per step
+DECAY = 0.95  # of how often an expert was used, per step
 _LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
 _LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
@@ -121,15 +121,10 @@ class ExpertSlots:
         self._wait(mixture, wanted)
         return self._op(x, self._in_slots(mixture, routing), residual)
 
-    def join(self) -> None:
-        """Waits until nothing is written to the slots any more."""
-        for fetch in self._fetches.values():
-            fetch.join()
-
     def _note(self, mixture: int, wanted: Ints) -> None:
         """Counts how the experts of a step are found."""
         if mixture == 0:
-            self._heat *= _DECAY
+            self._heat *= DECAY
         self._heat[mixture, wanted] += 1
         slots = self._slot_of[mixture, wanted]
         late = sum(slot in self._fetches and not self._fetches[slot].is_done for slot in slots)
@@ -156,8 +151,9 @@ class ExpertSlots:
         """Reads what the next mixture will probably use, beside what is used now, as long as most
         guesses come true."""
         self._ahead = mixture, experts[self._slot_of[mixture, experts] < 0]
-        self._is_read = self._precision >= _LEAST_PRECISION
-        if not self._is_read or len(experts) + len(used) > self.num_slots:
+        has_room = len(experts) + len(used) <= self.num_slots
+        self._is_read = has_room and self._precision >= _LEAST_PRECISION
+        if not self._is_read:
             return
         self.stats.guesses += len(self._ahead[1])
         used_slots = self._slot_of[now, used]
@@ -193,21 +189,21 @@ class ExpertSlots:
                 self._empty(slot)
 
     def _empty(self, slot: int) -> None:
-        self._slot_of[self._owner[slot][0], self._owner[slot][1]] = -1
+        mixture, expert = self._owner[slot]
+        if mixture >= 0:
+            self._slot_of[mixture, expert] = -1
         self._owner[slot] = -1
-        del self._fetches[slot]
+        self._fetches.pop(slot, None)
 
     def _read(self, slot: int, mixture: int, expert: int) -> None:
-        fetch = self._fetches.pop(slot, None)
+        fetch = self._fetches.get(slot)
         if fetch is not None:
             fetch.join()
-        before = self._owner[slot]
-        if before[0] >= 0:
-            self._slot_of[before[0], before[1]] = -1
-        self.fill(slot, mixture, expert)
+        self._empty(slot)
         unit = self._units[mixture][expert]
         assert self.reader is not None
         self._fetches[slot] = self.reader.fetch(unit, self._addresses[slot])
+        self.fill(slot, mixture, expert)
 
     def _wait(self, mixture: int, experts: Ints) -> None:
         """Waits for experts that have a slot. WeightsLostError."""

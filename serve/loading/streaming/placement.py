@@ -18,6 +18,10 @@ from dataclasses import dataclass
 from serve.errors import ConfigError
 from serve.units import format_memory
 
+SHARE_OF_FREE = 0.75
+"""Of the free memory, for weights that do not fit; the rest is for K/V and steps."""
+MIN_HEAD_BYTES = 16 << 20
+"""Of a part of the last product, where layers are smaller."""
 MIN_BUFFERS, BUFFERS = 2, 3
 """Buffers of the ring: one to compute with, the others to read ahead."""
 

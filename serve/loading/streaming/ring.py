@@ -25,10 +25,6 @@ class Ring:
         self._fetches: list[Fetch | None] = [None] * len(buffers)
         self._users = [0] * len(units)
 
-    def address(self, number: int) -> int:
-        """Returns where a unit is while it is used."""
-        return self._buffers[number % len(self._buffers)]
-
     def start(self) -> None:
         """Begins to read the first units."""
         for number in range(min(len(self._buffers), len(self.units))):
@@ -74,5 +70,6 @@ class Ring:
         assert content is None or not self._users[content], "a buffer that is used"
         if fetch is not None:  # what was read ahead is not needed
             fetch.join()
-        self._content[buffer] = number
+        self._content[buffer] = self._fetches[buffer] = None  # nothing whole, until it is asked for
         self._fetches[buffer] = self._reader.fetch(self.units[number], self._buffers[buffer])
+        self._content[buffer] = number

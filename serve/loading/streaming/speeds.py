@@ -13,6 +13,7 @@ import torch
 
 from memory.tiers.block_file import Transfer
 from memory.tiers.direct_io import choose_io, open_block_file, open_direct
+from ops.cpu import native_library
 from serve.loading.streaming.placement import Speeds
 from serve.loading.streaming.units import PIECE_BYTES, Piece
 from serve.models.packed_cache.region import huge_pages
@@ -75,9 +76,13 @@ def _check(error: OSError | None) -> None:
 def memory_speed() -> float:
     """Returns the bytes a second at which all threads read memory."""
     values = torch.ones(_MEMORY_BYTES // 4)
-    best = 0.0
-    for _ in range(3):
-        began = time.monotonic()
-        values.sum()
-        best = max(best, _MEMORY_BYTES / (time.monotonic() - began))
+    best, num_threads = 0.0, torch.get_num_threads()
+    torch.set_num_threads(native_library.num_threads())  # as many as compute; packing has one
+    try:
+        for _ in range(3):
+            began = time.monotonic()
+            values.sum()
+            best = max(best, _MEMORY_BYTES / (time.monotonic() - began))
+    finally:
+        torch.set_num_threads(num_threads)
     return best

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,9 +13,9 @@ import pytest
 
 from memory.tiers.block_file import BlockFile, Transfer, os_error
 from serve.errors import ConfigError
-from serve.loading.streaming import cache, division, tables
+from serve.loading.streaming import cache, placement, tables
 from serve.loading.streaming.cache import StreamingCache
-from serve.loading.streaming.placement import Speeds
+from serve.loading.streaming.placement import Needs, Placement, Speeds, least_bytes, place
 from serve.loading.streaming.stream import WeightStream
 from serve.models import Decoder
 from tests.support.models.packed_models import cache_for, start
@@ -26,7 +27,7 @@ def make_small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets tables and last products of test models stream as those of large ones do."""
     monkeypatch.setattr(tables, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(tables, "READ_BLOCKS", 3)
-    monkeypatch.setattr(division, "_MIN_HEAD_BYTES", 0)
+    monkeypatch.setattr(placement, "MIN_HEAD_BYTES", 0)
 
 
 def streaming(budget: int, folder: Path | None = None) -> StreamingCache:
@@ -41,15 +42,23 @@ def stream_of(model: Decoder) -> WeightStream:
 
 def least_budget(path: Path, weights: str = "int8") -> int:
     """Returns the least budget with which a model can be loaded."""
-    low, high = 1, 1 << 26
-    while low < high:
-        middle = (low + high) // 2
-        try:
-            stream_of(start(path, streaming(middle), weights=weights)).close()
-            high = middle
-        except ConfigError:
-            low = middle + 1
-    return low
+    with noted_needs() as found, pytest.raises(ConfigError):
+        start(path, streaming(1), weights=weights)
+    return least_bytes(found[-1])
+
+
+@contextmanager
+def noted_needs() -> Iterator[list[Needs]]:
+    """Yields a list that gets what the models that are loaded meanwhile are made of."""
+    found: list[Needs] = []
+
+    def noting(needs: Needs, budget: int) -> Placement:
+        found.append(needs)
+        return place(needs, budget)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "place", noting)
+        yield found
 
 
 class FaultyFile:

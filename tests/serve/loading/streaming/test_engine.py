@@ -15,11 +15,12 @@ from serve.engine.llm import LLM
 from serve.engine.node_recovery import generation_error
 from serve.errors import WEIGHTS_LOST, ConfigError, WeightsLostError
 from serve.http.edge.errors import to_api_error
-from serve.loading import footprint
+from serve.loading import footprint, model_source
 from serve.loading.runtime import load_runtime
+from serve.loading.streaming.placement import least_bytes
 from serve.sampling_params import SamplingParams
 from tests.support.models.packed_models import copy_of_model
-from tests.support.models.streamed import make_small, use_faulty
+from tests.support.models.streamed import make_small, noted_needs, use_faulty
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="needs the native kernels"
@@ -45,18 +46,10 @@ def answers(llm: LLM) -> list[list[int]]:
 
 
 def smallest(model: Path) -> int:
-    """Returns a budget of which the message of a refusal speaks."""
-    low, high = 1, 1 << 24
-    while high - low > 4096:
-        middle = (low + high) // 2
-        try:
-            load_runtime(
-                EngineConfig(str(model), weight_memory_bytes=middle, **SETTINGS)
-            ).memory.close()
-            high = middle
-        except ConfigError:
-            low = middle
-    return high
+    """Returns the least budget with which the model is served."""
+    with noted_needs() as found, pytest.raises(ConfigError, match="is too little"):
+        load_runtime(EngineConfig(str(model), weight_memory_bytes=1, **SETTINGS))
+    return least_bytes(found[-1])
 
 
 def test_answers_are_those_of_an_engine_in_memory(
@@ -104,11 +97,24 @@ def test_it_streams_by_itself_where_the_weights_do_not_fit(
     runtime = load_runtime(EngineConfig(str(model), **SETTINGS | {"kv_cache_bytes": None}))
     assert runtime.weight_stream is not None
     assert runtime.weight_stream.num_bytes <= need + 8
-    assert "do not fit into memory" in caplog.text and "tokens a second" in caplog.text
+    assert "do not fit into memory" in caplog.text and "are too large" in caplog.text
+    assert "tokens a second" in caplog.text
     runtime.memory.close()
     monkeypatch.setattr(footprint, "available_memory", lambda: 1000)
     with pytest.raises(ConfigError, match="the weights are too large"):
         load_runtime(EngineConfig(str(model), **SETTINGS))
+
+
+def test_the_default_bound_of_packed_files_does_not_stop_a_larger_model(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_source, "DEFAULT_BYTES", 1000)
+    bounded = EngineConfig(
+        str(model), weight_memory_bytes=1 << 30, packed_cache_bytes=1000, **SETTINGS
+    )
+    with pytest.raises(ConfigError, match="are more than packed_cache_bytes"):
+        load_runtime(bounded)
+    load_runtime(EngineConfig(str(model), weight_memory_bytes=1 << 30, **SETTINGS)).memory.close()
 
 
 def _never_fit(*_: object, **__: object) -> None:

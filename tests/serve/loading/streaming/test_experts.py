@@ -127,7 +127,7 @@ def test_the_policy_is_the_simulated_one_and_between_lru_and_the_oracle() -> Non
             op.mixture = mixture
             slots.compute(mixture, torch.randn(2, 4), routing(chosen), None)
     found = slots.stats.hits / (slots.stats.hits + slots.stats.misses)
-    simulated = heat_hits(trace, 12, start, 0.95)
+    simulated = heat_hits(trace, 12, start)
     assert found == pytest.approx(simulated, abs=0.02)
     assert lru_hits(trace, 12, start) < simulated < oracle_hits(trace, 12, start)
 
@@ -153,6 +153,32 @@ def test_the_oracle_is_the_best_of_all_policies() -> None:
         assert oracle_hits(trace, 2) * len(trace) == pytest.approx(want)
         assert lru_hits(trace, 2) <= oracle_hits(trace, 2)
         assert heat_hits(trace, 2) <= oracle_hits(trace, 2)
+
+
+def test_an_expert_whose_read_does_not_begin_has_no_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, reader, op = make(4)
+    absent = [e for e in range(EXPERTS) if (0, e) not in slots.content()][:TOP_K]
+
+    def fail(*_: object) -> Fetch:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "fetch", fail)
+        with pytest.raises(MemoryError):
+            compute(slots, op, 0, [absent])
+    assert not {(0, expert) for expert in absent} & set(slots.content())
+    compute(slots, op, 0, [absent])
+    assert reader.read == [f"0.{expert}" for expert in absent]
+
+
+def test_guesses_for_which_there_is_no_room_are_not_counted() -> None:
+    slots, reader, op = make(4)
+    reader.read.clear()
+    for mixture, chosen in enumerate(([[0, 1], [2, 3]], [[4, 5], [6, 7]])):
+        op.mixture = mixture
+        guess = None if mixture else (lambda: torch.tensor([4, 5, 6, 7]))
+        slots.compute(mixture, torch.randn(2, 4), routing(chosen), None, guess)
+    assert slots.stats.guesses == slots.stats.used_guesses == 0
 
 
 def test_guesses_that_come_true_are_read_ahead_and_others_are_not(

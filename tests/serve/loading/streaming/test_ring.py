@@ -139,6 +139,25 @@ def test_an_error_is_one_of_the_unit_and_it_is_read_again() -> None:
     step(ring, range(4))
 
 
+def test_a_read_that_does_not_begin_is_not_taken_for_one_that_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring, file = make(4, 2)
+    ring.start()
+    step(ring, [0, 1])
+    with monkeypatch.context() as patch:
+        patch.setattr(file, "read", _fail)
+        with pytest.raises(MemoryError):
+            step(ring, [2])  # unit 0 of the next step would be read now
+    file.asked.clear()
+    step(ring, [0])
+    assert file.asked == [0, 2]
+
+
+def _fail(*_: object) -> None:
+    raise MemoryError
+
+
 def test_pieces_cover_what_a_unit_needs() -> None:
     spans = [Span(PIECE_BYTES + 64, 5 << 20), Span(100 << 20, 128), Span((7 << 20) + 4096, 4096)]
     unit = unit_of("a unit", spans)

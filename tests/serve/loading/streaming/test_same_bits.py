@@ -73,6 +73,8 @@ def test_with_more_memory_less_is_read(
     assert torch.equal(run(model, ids), run(whole, ids))
     stats = stream_of(model).stats()
     assert stats.resident_bytes <= budget and (stats.read_bytes == 0) == (share > 1)
+    for one in (whole, model):
+        stream_of(one).close()
 
 
 def test_too_little_memory_is_refused_with_what_is_needed(tmp_path: Path) -> None:
