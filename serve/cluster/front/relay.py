@@ -12,7 +12,7 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.answer_log import AnswerLog, JournalError
+from serve.cluster.front.answer_log import AnswerLog, JournalError, scores_room
 from serve.cluster.front.held import Held
 from serve.cluster.front.parting import Parting
 from serve.cluster.front.prefill import AWAITING, PromptAhead, compute_prompt
@@ -26,7 +26,7 @@ from serve.cluster.front.refusals import (
     last_error,
 )
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
-from serve.http.edge.hop import HOP_HEADER
+from serve.http.edge.hop import HOP_HEADER, prompt_token
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.sse import EventStream
 
@@ -91,7 +91,7 @@ class Relay:
         self._session = session
         self._counts = counts
         self._wait_s = wait_s
-        self._log = AnswerLog()
+        self._log = AnswerLog(scores_room(len(body)))
         self._http = http
         self._hop_token = hop_token
         self._events: EventStream | None = None
@@ -252,6 +252,8 @@ class Relay:
         headers.update(JOURNAL)
         if self._hop_token and self._log.continuation is not None:
             headers[HOP_HEADER] = self._hop_token
+        elif self._hop_token and self._more:
+            headers[HOP_HEADER] = prompt_token(self._hop_token)
         try:
             # ReplicaSet.lost() ends it
             url, next_body = replica.url + self._request.raw_path, self._next_body()

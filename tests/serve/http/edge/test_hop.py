@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
@@ -18,7 +19,13 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.calls.continuation import AnswerState, Continuation
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.errors import ApiError
-from serve.http.edge.hop import HOP_HEADER, load_hop_token
+from serve.http.edge.hop import (
+    HOP_HEADER,
+    is_of_hop,
+    is_prompt_counted,
+    load_hop_token,
+    prompt_token,
+)
 from serve.http.edge.keys import ApiKey, KeyLimits
 from serve.http.edge.quota import Quotas
 from serve.request import RequestMetrics
@@ -60,7 +67,7 @@ class Stream:
 
 @pytest.mark.parametrize(
     ("is_of_hop", "so_far", "expected"),
-    [(True, 15, 5), (True, 30, 0), (False, 15, 90), (True, None, 130), (False, None, 130)],
+    [(True, 15, 5), (True, 30, 0), (False, 15, 130), (True, None, 130), (False, None, 130)],
 )
 def test_what_counts_of_a_call(is_of_hop: bool, so_far: int | None, expected: int) -> None:
     policy = KeyPolicy(ALICE)
@@ -72,11 +79,32 @@ def test_what_counts_of_a_call(is_of_hop: bool, so_far: int | None, expected: in
     assert policy.num_charged == expected
 
 
-def test_a_prompt_that_another_server_has_computed_counts_there() -> None:
+@pytest.mark.parametrize(("is_told", "expected"), [(True, 90), (False, 130)])
+def test_a_prompt_that_another_server_has_computed_counts_there(
+    is_told: bool, expected: int
+) -> None:
+    """But for what had to be computed here. Anyone may say so, so only the hop is believed."""
     policy = KeyPolicy(ALICE)
+    policy.is_prompt_counted = is_told
     policy.allowed(SamplingParams(awaits_prefill=True))
     policy.submitted(Stream())  # type: ignore[arg-type]
-    assert policy.num_charged == 90, "but for what had to be computed here"
+    assert policy.num_charged == expected
+
+
+def of_hop(value: str | None, token: str) -> tuple[bool, bool]:
+    headers = {} if value is None else {HOP_HEADER: value}
+    request: Any = SimpleNamespace(headers=headers)
+    return is_of_hop(request, token), is_prompt_counted(request, token)
+
+
+def test_only_the_secret_opens() -> None:
+    token = "a" * 64
+    assert of_hop(token, token) == (True, False)
+    assert of_hop(prompt_token(token), token) == (False, True), "the call itself is counted"
+    for given in (None, "", "b" * 64, token[:-1], "\udcff", "é"):
+        assert of_hop(given, token) == (False, False)
+        assert of_hop(given, "") == (False, False), "a server without a secret knows no hop"
+    assert of_hop(prompt_token(""), "") == (False, False)
 
 
 def test_a_call_that_goes_on_is_never_refused_for_a_quota() -> None:
