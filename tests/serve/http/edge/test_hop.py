@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +12,9 @@ from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
+from serve.cluster.front.answer_log import AnswerLog
 from serve.cluster.front.front import Front, FrontSettings
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.engine.engine import Engine
@@ -105,6 +109,54 @@ def test_only_the_secret_opens() -> None:
         assert of_hop(given, token) == (False, False)
         assert of_hop(given, "") == (False, False), "a server without a secret knows no hop"
     assert of_hop(prompt_token(""), "") == (False, False)
+
+
+@pytest.mark.parametrize("header", [None, b"0" * 64, b"\xff\xfe", "é".encode()])
+@pytest.mark.parametrize("kind", ["plain", "continuation", "remote_prefill"])
+def test_a_client_without_the_secret_gains_nothing(
+    tmp_path: Path, header: bytes | None, kind: str
+) -> None:
+    """Its second call finds the prompt in the cache, and counts as much as the first one."""
+    hop = written(tmp_path / "hop", "a secret of the operator")
+
+    async def main() -> None:
+        engine = Engine(DEFAULT_MODEL, dtype="int8", max_model_len=512, max_num_seqs=2)
+        settings = HttpSettings(port=0, api_keys=(f"alice:{KEY}",), hop_key_file=hop)
+        async with HttpServer(engine, settings) as server:
+            body: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time " * 60}
+            body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+            _, whole = await sent(server, body, b"x-mergestep-journal: 1")
+            client = server.app.quotas.clients["alice"]
+            (first,) = {client.num_tokens}
+            assert first > 200
+            if kind == "continuation":
+                log = AnswerLog()
+                log.feed(b"".join(part + b"\n\n" for part in whole.split(b"\n\n")[:4]))
+                body["continuation"] = log.continuation
+                assert log.continuation is not None
+            elif kind == "remote_prefill":
+                body["kv_transfer_params"] = {"do_remote_prefill": True}
+            line = b"" if header is None else HOP_HEADER.encode() + b": " + header
+            status, text = await sent(server, body, line)
+            assert status == 200, text
+            assert (client.num_tokens, client.num_requests) == (2 * first, 2)
+
+    asyncio.run(main())
+
+
+async def sent(server: HttpServer, body: dict[str, Any], header: bytes) -> tuple[int, bytes]:
+    """Sends a call with a line of its head as it is. Returns the status and what follows."""
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(server.url).port)
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: 127.0.0.1", b"Connection: close"]
+    lines += [b"Content-Type: application/json", b"Authorization: Bearer " + KEY.encode()]
+    lines += [b"Content-Length: %d" % len(content), *([header] if header else [])]
+    writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + content)
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    head, _, chunks = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), re.sub(rb"(?:^|\r\n)[0-9a-f]+\r\n", b"", chunks)
 
 
 def test_a_call_that_goes_on_is_never_refused_for_a_quota() -> None:
