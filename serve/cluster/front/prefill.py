@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 AWAITING = b',"kv_transfer_params":{"do_remote_prefill":true}'
 """In the body of a call whose prompt another server computes at this moment."""
+CLIENT_ONLY = NOT_FORWARDED | {HOP_HEADER}
+"""Headers of a client that replicas do not get with its call."""
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 # what the first server need not do for its one token
 _LEFT_OUT = (
@@ -81,7 +83,7 @@ async def _compute(
     replica: Replica,
     body: bytes,
 ) -> bytes | None:
-    headers = forwarded_headers(request.headers, NOT_FORWARDED | {HOP_HEADER})
+    headers = forwarded_headers(request.headers, CLIENT_ONLY)
     url = replica.url + request.raw_path
     try:
         async with session.post(url, data=prefill_body(body), headers=headers) as response:

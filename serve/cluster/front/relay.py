@@ -15,7 +15,7 @@ from aiohttp import web
 from serve.cluster.front.answer_log import AnswerLog, JournalError, scores_room
 from serve.cluster.front.held import Held
 from serve.cluster.front.parting import Parting
-from serve.cluster.front.prefill import AWAITING, PromptAhead, compute_prompt
+from serve.cluster.front.prefill import AWAITING, CLIENT_ONLY, PromptAhead, compute_prompt
 from serve.cluster.front.prompt import NO_PROMPT, WHOLE_APART, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.refusals import (
@@ -36,7 +36,6 @@ MAX_READ_BYTES = 256 << 10
 """Larger bodies are not looked into: a thread that parses holds up all streams as well, and what it
 makes is many times as large."""
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
-_NOT_FORWARDED = NOT_FORWARDED | {HOP_HEADER}
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 
@@ -248,7 +247,7 @@ class Relay:
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
-        headers = forwarded_headers(self._request.headers, _NOT_FORWARDED)
+        headers = forwarded_headers(self._request.headers, CLIENT_ONLY)
         headers.update(JOURNAL)
         if self._hop_token and self._log.continuation is not None:
             headers[HOP_HEADER] = self._hop_token
