@@ -35,6 +35,7 @@ from serve.scheduler.step_time import StepWork
 Way = Literal["merged", "apart", "auto"]
 _ID_BYTES = 4  # of a token in the text of a body
 _WARM_UP = 3  # calls of a kind
+_IDLE_CHECKS = 64  # after which nothing of a busy time is left in what servers tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,7 @@ class FleetSimulation:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._numbers = itertools.count()
         self._num_left = 0
+        self._num_idle = 0  # checks in a row that found all servers idle
         self._num_prefill = num_prefill
         for server, call in itertools.product(self._servers, warm_up):
             server.warm_up(call, _WARM_UP)
@@ -210,7 +212,12 @@ class FleetSimulation:
             replica.num_checks += 1
             if self._way == "auto":
                 replica.note_load(self._load(scheduler, replica.url), CHECK_S)
-        self._at(now_s + CHECK_S, self._check)
+        is_busy = any(server.scheduler.has_work() for server in self._servers)
+        self._num_idle = 0 if is_busy else self._num_idle + 1
+        next_s = now_s + CHECK_S
+        if self._num_idle > _IDLE_CHECKS and self._events:
+            next_s = max(next_s, self._events[0][0])  # nothing changes until then
+        self._at(next_s, self._check)
 
     def _load(self, scheduler: Scheduler, url: str) -> ServerLoad:
         found = forecast_load(scheduler, 0.0)

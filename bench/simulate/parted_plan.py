@@ -8,6 +8,7 @@ takes HAND_OVER_S, and the K/V of the tokens that are left to pull over the mach
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,8 +138,8 @@ def run_parted(
     """Prints the three ways at one rate, or at SHARES of what merged servers can do, and returns
     them as they are written to json_file. Raises ConfigError that names the wrong argument."""
     for name, value in (("rate", rate), ("ttft", ttft_s), ("tpot", tpot_ms)):
-        if value is not None and not value > 0:
-            raise ConfigError(f"{name} must be above 0, not {value}")
+        if value is not None and not 0 < value < math.inf:
+            raise ConfigError(f"{name} must be above 0 and finite, not {value}")
     if min(mix) < 2:
         raise ConfigError(f"prompt and output must be at least 2, not {mix}")
     engine = {"dtype": dtype, "kv_dtype": kv_dtype, "max_model_len": sum(mix)}

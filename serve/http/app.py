@@ -35,7 +35,7 @@ from serve.http.edge.errors import (
     quoted,
     to_api_error,
 )
-from serve.http.edge.hop import is_of_hop
+from serve.http.edge.hop import is_of_hop, is_prompt_counted
 from serve.http.edge.keys import KeyRing
 from serve.http.edge.large_json import StreamedJson
 from serve.http.edge.quota import Quotas
@@ -193,6 +193,7 @@ class HttpApp:
         share = self.context.settings.share_prefixes
         call.policy = KeyPolicy(key, share_prefixes=share, arrived_s=call.arrived_s)
         call.policy.is_of_hop = is_of_hop(request, self.hop_token)
+        call.policy.is_prompt_counted = is_prompt_counted(request, self.hop_token)
         with self._admitted(call):
             return await self._run(handler, call)
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import orjson
 
+from serve.http.edge.limits import BODY_BYTES, JSON_CONTAINERS
+
 _STATE = b": state "
 _TOKENS = b": tokens "
 _HANDOVER = b": handover"
@@ -14,9 +16,16 @@ _ERROR = b": error "
 _COPIED = b": copied "
 MAX_PENDING_BYTES = 64 << 20  # the last event of a response has all its log-probabilities
 
-
-MAX_SCORES_BYTES = 8 << 20
+MAX_SCORES_BYTES = 4 << 20
 """Of the log-probabilities of one answer; of longer ones the last events lack those from before."""
+MAX_SCORES_LISTS = JSON_CONTAINERS // 2
+"""That they may have: servers refuse bodies of more containers than JSON_CONTAINERS."""
+
+
+def scores_room(body_bytes: int) -> int:
+    """Returns how many bytes of log-probabilities fit beside a body, and the tokens, in one that
+    servers take by default: one that is too large would end the stream."""
+    return max(0, min(MAX_SCORES_BYTES, (BODY_BYTES - body_bytes) // 2))
 
 
 class JournalError(Exception):
@@ -59,7 +68,8 @@ class AnswerLog:
     that copies the K/V, "" if none does, and of how many tokens.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, max_scores_bytes: int | None = None) -> None:
+        """max_scores_bytes: of log-probabilities that are kept; None: MAX_SCORES_BYTES."""
         self.has_sent = False
         self.is_handed_over = False
         self.error_code: str | None = None
@@ -67,7 +77,9 @@ class AnswerLog:
         self.copied: tuple[str, int] = ("", 0)
         self._state: dict[str, Any] | None = None
         self._answers: dict[int, _Answer] = {}
-        self._scores_bytes = 0
+        self._scores_bytes = self._scores_lists = 0
+        given = max_scores_bytes
+        self._max_scores_bytes = MAX_SCORES_BYTES if given is None else given
         self._num_events = 0
         self._given: dict[str, Any] | None = None
         self._rest = b""
@@ -143,16 +155,26 @@ class AnswerLog:
             case [int(choice), list(token_ids), str() | None as reason, dict(more)] if choice >= 0:
                 if not isinstance(more.get("scores", []), list):
                     raise JournalError("a server's journal is malformed")
-                self._scores_bytes += len(record) if "scores" in more else 0
+                if "scores" in more:
+                    self._scores_bytes += len(record)
+                    self._scores_lists += record.count(b"[")
             case _:
                 raise JournalError("a server's journal is malformed")
         answer = self._answers.setdefault(choice, _Answer())
         answer.add(token_ids, reason, more)
-        if self._scores_bytes > MAX_SCORES_BYTES:
-            answer.scores = []  # those of a part are worth nothing
+        if not self._has_room:
+            for one in self._answers.values():
+                one.scores = []  # those of a part are worth nothing
         self._given = None  # from here on the stream's own tokens count
         self.num_tokens += len(token_ids)
         self.has_sent = True
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether the next server can take the log-probabilities."""
+        return (
+            self._scores_bytes <= self._max_scores_bytes and self._scores_lists <= MAX_SCORES_LISTS
+        )
 
     def _note_copies(self, record: bytes) -> None:
         match _json(record):

@@ -18,11 +18,15 @@ from aiohttp import web
 
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
+from serve.http.edge.errors import ERROR_CODE_HEADER
+from serve.http.edge.hop import HOP_HEADER
 
 logger = logging.getLogger(__name__)
 
 AWAITING = b',"kv_transfer_params":{"do_remote_prefill":true}'
 """In the body of a call whose prompt another server computes at this moment."""
+CLIENT_ONLY = NOT_FORWARDED | {HOP_HEADER}
+"""Headers of a client that replicas do not get with its call."""
 _ASKED = {"do_remote_decode": True, "do_remote_prefill": False}
 # what the first server need not do for its one token
 _LEFT_OUT = (
@@ -61,7 +65,7 @@ async def compute_prompt(
         async with asyncio.timeout(None) as attempt:  # ReplicaSet.lost() ends it
             replica.attempts.add(attempt)
             try:
-                return await _compute(session, request, replica, body)
+                return await _compute(session, request, replicas, replica, body)
             finally:
                 replica.attempts.discard(attempt)
     except TimeoutError:
@@ -73,17 +77,28 @@ async def compute_prompt(
 
 
 async def _compute(
-    session: aiohttp.ClientSession, request: web.BaseRequest, replica: Replica, body: bytes
+    session: aiohttp.ClientSession,
+    request: web.BaseRequest,
+    replicas: ReplicaSet,
+    replica: Replica,
+    body: bytes,
 ) -> bytes | None:
-    headers = forwarded_headers(request.headers, NOT_FORWARDED)
+    headers = forwarded_headers(request.headers, CLIENT_ONLY)
     url = replica.url + request.raw_path
     try:
         async with session.post(url, data=prefill_body(body), headers=headers) as response:
             answer = await response.read()
-        return transfer_field(answer) if response.status == 200 else None
-    except (aiohttp.ClientError, OSError, ValueError, AttributeError) as error:
+        if response.status == 200:
+            return transfer_field(answer)
+        if response.status >= 500 or response.headers.get(ERROR_CODE_HEADER) == "overloaded":
+            replicas.refused(replica)  # or further calls would wait for it in vain
+        logger.info("%s has not computed a prompt: %d", replica.url, response.status)
+    except (aiohttp.ClientError, OSError) as error:
+        replicas.refused(replica)
         logger.info("%s has not computed a prompt: %r", replica.url, error)
-        return None
+    except (ValueError, AttributeError) as error:
+        logger.info("%s has not computed a prompt: %r", replica.url, error)
+    return None
 
 
 class PromptAhead:

@@ -12,10 +12,10 @@ import aiohttp
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.answer_log import AnswerLog, JournalError
+from serve.cluster.front.answer_log import AnswerLog, JournalError, scores_room
 from serve.cluster.front.held import Held
 from serve.cluster.front.parting import Parting
-from serve.cluster.front.prefill import AWAITING, PromptAhead, compute_prompt
+from serve.cluster.front.prefill import AWAITING, CLIENT_ONLY, PromptAhead, compute_prompt
 from serve.cluster.front.prompt import NO_PROMPT, WHOLE_APART, Prompt, read_prompt, read_usage
 from serve.cluster.front.proxy import NOT_FORWARDED, forwarded_headers
 from serve.cluster.front.refusals import (
@@ -26,7 +26,7 @@ from serve.cluster.front.refusals import (
     last_error,
 )
 from serve.cluster.front.replicas import JOURNAL, Choice, Replica, ReplicaSet
-from serve.http.edge.hop import HOP_HEADER
+from serve.http.edge.hop import HOP_HEADER, prompt_token
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.sse import EventStream
 
@@ -36,7 +36,6 @@ MAX_READ_BYTES = 256 << 10
 """Larger bodies are not looked into: a thread that parses holds up all streams as well, and what it
 makes is many times as large."""
 MAX_BREAKS = 8  # one after the other without a token: the call itself may be what kills servers
-_NOT_FORWARDED = NOT_FORWARDED | {HOP_HEADER}
 _PAUSE_S = 0.1
 _MAX_PAUSE_S = 2.0
 
@@ -91,7 +90,7 @@ class Relay:
         self._session = session
         self._counts = counts
         self._wait_s = wait_s
-        self._log = AnswerLog()
+        self._log = AnswerLog(scores_room(len(body)))
         self._http = http
         self._hop_token = hop_token
         self._events: EventStream | None = None
@@ -248,10 +247,12 @@ class Relay:
 
     async def _try(self, replica: Replica) -> web.StreamResponse:
         """Returns a replica's answer, after the stream has ended. Raises _BrokenOffError."""
-        headers = forwarded_headers(self._request.headers, _NOT_FORWARDED)
+        headers = forwarded_headers(self._request.headers, CLIENT_ONLY)
         headers.update(JOURNAL)
         if self._hop_token and self._log.continuation is not None:
             headers[HOP_HEADER] = self._hop_token
+        elif self._hop_token and self._more:
+            headers[HOP_HEADER] = prompt_token(self._hop_token)
         try:
             # ReplicaSet.lost() ends it
             url, next_body = replica.url + self._request.raw_path, self._next_body()

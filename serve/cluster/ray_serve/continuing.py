@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import orjson
 from aiohttp import web
 
-from serve.cluster.front.answer_log import AnswerLog
+from serve.cluster.front.answer_log import AnswerLog, scores_room
 from serve.cluster.front.refusals import ELSEWHERE, error_code, goes_elsewhere, last_error
 from serve.cluster.front.replicas import JOURNAL
 
@@ -55,7 +55,7 @@ class ContinuedCall:
         self._path = path
         self._headers = [*headers, *JOURNAL.items()]
         self._body = body
-        self._log = AnswerLog()
+        self._log = AnswerLog(scores_room(len(body)))
         self._parts = self._run()
         self._num_breaks = 0
         self._due_s: float | None = None

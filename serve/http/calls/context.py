@@ -151,11 +151,18 @@ class ApiContext:
 
     @property
     def fingerprint(self) -> str:
-        """A digest of model, version and precision. Where it differs, answers to the same seed may
-        differ."""
+        """A digest of model, version, precision and K/V policy. Where it differs, answers to the
+        same seed may differ."""
         if not self._fingerprint:
             config = self.engine.config
-            parts = (self.engine.model_name, __version__, config.dtype, config.kv_dtype)
+            parts: tuple[str, ...] = (
+                self.engine.model_name,
+                __version__,
+                config.dtype,
+                config.kv_dtype,
+            )
+            if config.policy is not None:  # it decides what tokens attend to
+                parts += (config.kv_policy,)
             self._fingerprint = "fp_" + hashlib.sha256(repr(parts).encode()).hexdigest()[:12]
         return self._fingerprint
 

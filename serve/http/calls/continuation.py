@@ -35,6 +35,7 @@ import orjson
 from serve.chat.answer_reader import ChatStep
 from serve.errors import RequestError
 from serve.http.edge.errors import SERVER_ERROR, ApiError
+from serve.http.edge.limits import JSON_CONTAINERS
 from serve.parameter_checks import check_int, parameters_named
 from serve.request import Request, TokenDelta
 from serve.sampling_params import (
@@ -121,7 +122,7 @@ class Continuation:
     def check(self, state: AnswerState) -> None:
         """Raises ApiError 409 unless this server makes the answer as the first one did."""
         for name, was, now in (
-            ("model, version or precision", self.state.fingerprint, state.fingerprint),
+            ("model, version, precision or kv_policy", self.state.fingerprint, state.fingerprint),
             ("prompt", self.state.prompts, state.prompts),
         ):
             if was != now:
@@ -362,12 +363,18 @@ class Journal:
         """Returns the error that ends the call, so that the hop goes on elsewhere."""
         self.is_handed_over = True
         continuation = None
-        if self._keeps and self._state is not None:
+        if self._keeps and self._state is not None and self._fits():
             answers = [kept.to_json() for kept in self._kept]
             for choice, number in self._reasoning.items():
                 answers[choice]["reasoning_tokens"] = number
             continuation = {"state": self._state.to_json(), "answers": answers}
         return HandedOverError(continuation)
+
+    def _fits(self) -> bool:
+        """Whether a server takes a body with all log-probabilities; without them the answer would
+        lack some, so it begins anew then."""
+        lists = sum(2 + len(top) for kept in self._kept for _, _, top in kept.scores)
+        return lists <= JSON_CONTAINERS // 2
 
 
 def _digest(token_ids: Sequence[int]) -> str:

@@ -37,7 +37,7 @@ class KeyPolicy:
         self.journal: Journal | None = None  # set where another server may have to go on
         self.continuation: Continuation | None = None  # of an answer that another server has begun
         self.is_of_hop = False  # which sends no other calls than those that another one has counted
-        self.awaits_prefill = False  # another server computes the prompt, and counts it
+        self.is_prompt_counted = False  # by the server that computes it, says the hop
         self._share_prefixes = share_prefixes
         self._expired: Exception | None = None
         self._num_sequences = 0
@@ -54,7 +54,6 @@ class KeyPolicy:
                 return params
             under_key = self._under_key(params.sampling(), self.key)
             return replace(params, cache_salt=under_key.cache_salt, priority=under_key.priority)
-        self.awaits_prefill |= params.awaits_prefill
         limited = self._limited(params)
         if self.continuation is not None:
             return self.continuation.apply(limited, len(self.streams))
@@ -101,16 +100,16 @@ class KeyPolicy:
     @property
     def num_charged(self) -> int:
         """The tokens that count towards the key's quota. Where an answer goes on that another
-        server has begun, that one has counted the prompt and the tokens so far. Anyone can send
-        such a call, or one whose prompt another server is said to compute, so without the hop's
-        secret only what is found in the prefix cache does not count again."""
+        server has begun, that one has counted the prompt and the tokens so far; where another one
+        has computed the prompt, it has counted what need not be computed here. Anyone can send such
+        calls, so only those with the hop's secret count less than others."""
         usage, begun = self.usage(), self.continuation
         tokens = sum(m.num_prompt_tokens + m.num_output_tokens for m in usage)
         if begun is not None and self.is_of_hop:
             num_before = sum(m.num_prompt_tokens for m in usage)
             num_before += sum(len(answer.token_ids) for answer in begun.answers)
             return max(0, tokens - num_before)
-        if begun is not None or self.awaits_prefill:
+        if self.is_prompt_counted:
             tokens -= sum(m.num_cached_tokens for m in usage)
         return tokens
 

@@ -1,7 +1,9 @@
 """How a server knows a call of its operator's hop: by a secret that both have.
 
-Anyone may send a continuation, so what it has computed counts towards a quota. The hop sends one
-only of an answer whose beginning another server has counted.
+Anyone may send a continuation, or say that another server computes a prompt, so all tokens of such
+a call count towards a quota. The hop sends a continuation only of an answer whose beginning another
+server has counted; and what it says of a call whose prompt another server computes, and counts, is
+another value of the header, since that call itself is to be counted.
 """
 
 from __future__ import annotations
@@ -34,7 +36,25 @@ def load_hop_token(path: str | None) -> str:
     return hmac.new(secret, b"mergestep hop", hashlib.sha256).hexdigest()
 
 
+def prompt_token(token: str) -> str:
+    """Returns what the header has where another server counts the prompt of the call."""
+    return hmac.new(token.encode(), b"prompt", hashlib.sha256).hexdigest()
+
+
 def is_of_hop(request: web.BaseRequest, token: str) -> bool:
     """Whether a call goes on with an answer for the operator's hop."""
+    return _has(request, token)
+
+
+def is_prompt_counted(request: web.BaseRequest, token: str) -> bool:
+    """Whether the operator's hop has another server compute the prompt of a call."""
+    is_given = token and HOP_HEADER in request.headers
+    return bool(is_given) and _has(request, prompt_token(token))
+
+
+def _has(request: web.BaseRequest, token: str) -> bool:
     given = request.headers.get(HOP_HEADER)
-    return bool(token) and given is not None and hmac.compare_digest(given.encode(), token.encode())
+    if not token or given is None:
+        return False
+    # aiohttp decodes bytes that are no UTF-8 as surrogates
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), token.encode())

@@ -55,6 +55,15 @@ def test_a_single_call() -> None:
     assert parted.tpot_s == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("way", ["merged", "auto"])
+def test_idle_days_between_calls_take_no_time(way: Way) -> None:
+    simulated = simulation(way)
+    replica = simulated._replicas.replicas[0]
+    records = simulated.run(evenly(1e-5, 3, 256, 5))
+    assert replica.num_checks < 500, "not two a second"
+    assert [r.ttft_s for r in records] == pytest.approx([0.272] * 3)
+
+
 def test_prompts_stall_the_streams_that_are_beside_them() -> None:
     calls = evenly(2.0, 30, 256, 128)
     merged, parted = (simulation(way).run(calls) for way in ("merged", "apart"))

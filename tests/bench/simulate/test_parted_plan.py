@@ -86,6 +86,7 @@ def test_wrong_parts(text: str) -> None:
         ("--prefill-apart 1:1", "prefill-apart needs exactly one machine"),
         ("--prefill-apart 1:1 --machine l4 --machine l40s", "needs exactly one machine"),
         ("--prefill-apart 1:1 --machine l4 --rate 0", "rate must be above 0"),
+        ("--prefill-apart 1:1 --machine l4 --rate inf", "rate must be above 0 and finite"),
         ("--prefill-apart 1:1 --machine l4 --prompt 1", "prompt and output must be at least 2"),
         ("--prefill-apart 1:1 --machine h100-sxm:8x4", "h100-sxm:8x4"),
         ("--prefill-apart 1:1 --machine l4 --batch 4", "batch cannot be used with prefill-apart"),

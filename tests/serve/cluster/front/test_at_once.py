@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -15,6 +17,8 @@ from serve.cluster.front.front import Front
 from serve.cluster.front.parting import Parting
 from serve.cluster.front.prompt import Prompt
 from serve.cluster.front.replicas import Choice, Replica, ReplicaSet
+from serve.http.edge.hop import HOP_HEADER, load_hop_token, prompt_token
+from serve.http.edge.settings import HttpSettings
 from tests.serve.cluster.front.test_apart import load
 from tests.serve.cluster.front.test_moves import (
     BODY,
@@ -101,6 +105,65 @@ def test_the_first_server_fails(first: Script, body: dict[str, Any]) -> None:
     status, _, front = ask(Peer(first), second, body=body)
     assert status == 200 and len(second.bodies) == 1
     assert front.parting.counts.num_moved == 0 and front.counts.num_failed == 0
+
+
+@pytest.mark.parametrize("body", [BODY, WHOLE], ids=["stream", "whole"])
+@pytest.mark.parametrize(
+    ("first", "is_left_out"),
+    [
+        (refuses(500, "failed"), True),
+        (refuses(429, "overloaded"), True),
+        (streams(), True),
+        (refuses(429, "rate_limit_exceeded"), False),
+        (refuses(400, "invalid_value"), False),
+    ],
+    ids=["failed", "overloaded", "dies", "quota", "wrong"],
+)
+def test_nobody_waits_again_for_a_server_that_fails(
+    first: Script, is_left_out: bool, body: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no calls until the next check. What a client has done wrong is no failure."""
+    left_out = []
+    is_refused = asyncio.Event()
+
+    def refused(self: ReplicaSet, replica: Replica) -> None:
+        left_out.append(replica.url)
+        is_refused.set()
+
+    monkeypatch.setattr(ReplicaSet, "refused", refused)
+    answer = streams(1, end=DONE) if body is BODY else answers(usage=1)
+
+    async def after(request: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(is_refused.wait(), 5.0 if is_left_out else 0.1)
+        return await answer(request, body)
+
+    failing, second = Peer(first), Peer(after)
+    status, _, _ = ask(failing, second, body=body)
+    assert status == 200 and left_out == ([failing.url] if is_left_out else [])
+
+
+def test_the_hop_tells_where_a_prompt_is_counted(
+    is_computed: asyncio.Event, tmp_path: Path
+) -> None:
+    """The second server is to count the call, but not the prompt again; the first one all of it."""
+    key = tmp_path / "key"
+    key.write_text("a secret of the operator")
+    key.chmod(0o600)
+    seen: list[str | None] = []
+
+    class Noting(Peer):
+        async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
+            if request.method == "POST":
+                seen.append(request.headers.get(HOP_HEADER))
+            return await super()._answer(request)
+
+    first = Noting(computes(is_computed))
+    second = Noting(waits(is_computed, streams(1, end=DONE)))
+    http = HttpSettings(port=0, hop_key_file=str(key))
+    status, _, _ = relayed(first, second, path="/v1/completions", body=BODY, http=http)
+    told = prompt_token(load_hop_token(str(key)))
+    assert status == 200 and sorted(seen, key=str) == sorted([None, told], key=str)
 
 
 @pytest.mark.parametrize("code", ["overloaded", "engine_failed"])

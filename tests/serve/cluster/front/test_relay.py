@@ -86,7 +86,8 @@ EMPTY = {"state": json.loads(STATE[8:]), "answers": [], "num_events": 0}
 def relayed(
     *servers: ScriptedServer,
     path: str = "/v1/chat/completions",
-    body: dict[str, Any] | None = None,
+    body: dict[str, Any] | bytes | None = None,
+    http: HttpSettings | None = None,
     during: Callable[[Front], Awaitable[None]] | None = None,
 ) -> tuple[int, bytes, Front]:
     """Returns status and body of one call through a hop, which asks the servers in their order."""
@@ -97,7 +98,7 @@ def relayed(
                 await server.start(stack)
             urls = tuple(server.url for server in servers)
             settings = FrontSettings(urls, wait_s=1.0, routing="round-robin")
-            front = await stack.enter_async_context(Front(settings, HttpSettings(port=0)))
+            front = await stack.enter_async_context(Front(settings, http or HttpSettings(port=0)))
             session = await stack.enter_async_context(aiohttp.ClientSession())
             asking = asyncio.create_task(post(session, front.url + path, body or {"a": 1}))
             if during is not None:
@@ -111,7 +112,9 @@ def relayed(
 
 
 async def post(session: aiohttp.ClientSession, url: str, body: Any) -> tuple[int, bytes]:
-    async with session.post(url, json=body) as response:
+    given = body if isinstance(body, bytes) else json.dumps(body)
+    headers = {"Content-Type": "application/json"}
+    async with session.post(url, data=given, headers=headers) as response:
         return response.status, await response.read()
 
 
@@ -188,7 +191,9 @@ def test_a_refusal_in_mid_stream_is_an_event(status: int) -> None:
     assert front.counts.num_failed == 1
 
 
-@pytest.mark.parametrize(("status", "code"), [(529, "overloaded"), (503, "draining")])
+@pytest.mark.parametrize(
+    ("status", "code"), [(529, "overloaded"), (503, "draining"), (503, "weights_lost")]
+)
 def test_a_refusal_without_a_code_in_its_body(status: int, code: str) -> None:
     async def refuse(request: web.BaseRequest, body: dict[str, Any]) -> web.StreamResponse:
         headers = {ERROR_CODE_HEADER: code}
@@ -221,3 +226,10 @@ def test_the_hop_refuses_a_continuation_of_the_client() -> None:
     status, data, _ = relayed(server, body={"continuation": {}})
     assert status == 400 and b'"param":"continuation"' in data and not server.bodies
     assert relayed(server, body={"prompt": "a continuation"})[0] == 200
+
+
+@pytest.mark.parametrize("name", [rb"\u0063ontinuation", rb"continu\u0061ti\u006Fn"])
+def test_the_hop_sees_a_continuation_whose_name_is_escaped(name: bytes) -> None:
+    server = ScriptedServer(streams(1, end=DONE))
+    status, data, _ = relayed(server, body=b'{"%s": {}}' % name)
+    assert status == 400 and b'"param":"continuation"' in data and not server.bodies

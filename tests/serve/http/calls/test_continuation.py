@@ -252,11 +252,9 @@ def test_what_does_not_fit_is_refused() -> None:
     run(check)
 
 
-@pytest.mark.parametrize(("goes_on", "expected"), [(False, 130), (True, 30)])
-def test_what_another_server_has_counted_and_is_cached_does_not_count_again(
-    goes_on: bool, expected: int
-) -> None:
-    """Calls that begin here count their whole prompt, cached or not."""
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_whoever_sends_a_continuation_pays_for_all_of_it(goes_on: bool) -> None:
+    """Cached or not, as for calls that begin here: anyone may send one."""
 
     class Stream:
         metrics = RequestMetrics(
@@ -268,4 +266,4 @@ def test_what_another_server_has_counted_and_is_cached_does_not_count_again(
     if goes_on:
         state = AnswerState("a", 0, "f", (1,), ("p",))
         policy.continuation = Continuation(state, ())
-    assert policy.num_charged == expected
+    assert policy.num_charged == 130

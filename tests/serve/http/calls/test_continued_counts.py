@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
 
 from serve.cluster.front import answer_log
-from serve.cluster.front.answer_log import AnswerLog, JournalError
+from serve.cluster.front.answer_log import AnswerLog, JournalError, scores_room
 from serve.engine.engine import Engine
 from serve.engine.request_stream import RequestStream
 from serve.http import HttpServer, HttpSettings
-from serve.request import FinishReason
+from serve.http.calls.continuation import Journal
+from serve.http.edge.limits import BODY_BYTES, JSON_CONTAINERS
+from serve.request import FinishReason, TokenDelta, TokenLogprobs
+from serve.sampling_params import SamplingParams
 from tests.serve.http.calls.test_continuation import ASK, CHAT, MODEL, Pair, blocks_of, run
 from tests.support.http.dictated_engine import load_dictated
 
@@ -136,6 +140,51 @@ def test_log_probabilities_have_a_bound(monkeypatch: pytest.MonkeyPatch) -> None
         assert kept[0] and not kept[-1] and kept == sorted(kept, reverse=True)
 
     run(check)
+
+
+def fed(log: AnswerLog, count: int, top: int) -> bytes:
+    """Lets a log read so many tokens with `top` more scores each. Returns a body that goes on."""
+    log.feed(b': state {"id":"a"}\n\n')
+    pairs = [[token, -12.345678901234567] for token in range(100_000, 100_000 + top)]
+    record = json.dumps([0, [7], None, {"scores": [[-0.123456789, 1, pairs]]}]).encode()
+    log.feed(b"data: 1\n\n: tokens %s\n\n" % record * count)
+    assert log.continuation is not None
+    return json.dumps({"continuation": log.continuation}).encode()
+
+
+@pytest.mark.parametrize(("count", "top"), [(7000, 20), (70_000, 0)])
+def test_servers_take_all_log_probabilities_that_are_kept(count: int, top: int) -> None:
+    log = AnswerLog()
+    assert b"scores" in fed(log, 2000, top)
+    body = fed(log, count, top)
+    assert b"scores" not in body and len(body) < BODY_BYTES
+    body = fed(AnswerLog(), answer_log.MAX_SCORES_LISTS // (top + 5), top)
+    assert b"scores" in body and len(body) < BODY_BYTES // 2
+    assert body.count(b"[") + body.count(b"{") < JSON_CONTAINERS
+
+
+def test_bodies_leave_room_for_log_probabilities() -> None:
+    assert scores_room(0) == answer_log.MAX_SCORES_BYTES
+    assert scores_room(BODY_BYTES - 8192) == 4096 and scores_room(BODY_BYTES) == 0
+    log = AnswerLog(scores_room(BODY_BYTES - 8192))
+    assert b"scores" in fed(log, 3, 20) and b"scores" not in fed(log, 30, 20)
+
+
+@pytest.mark.parametrize(("count", "is_kept"), [(2000, True), (4000, False)])
+def test_a_whole_answer_of_too_many_log_probabilities_begins_anew(
+    count: int, is_kept: bool
+) -> None:
+    journal = Journal("a", 1, "f")
+    journal.begin([SimpleNamespace(params=SamplingParams(seed=1), **PROMPT)], 1)  # type: ignore[list-item]
+    top = tuple((token, -1.0) for token in range(20))
+    scored = [TokenLogprobs(7, -0.5, top, 1)]
+    for _ in range(count):
+        journal.note(0, TokenDelta(0, "a", [7], scored))
+    body = json.loads(journal.hand_over().body())
+    assert ("continuation" in body) is is_kept
+
+
+PROMPT = {"prompt_token_ids": [1, 2], "request_id": "a"}
 
 
 def test_journals_of_other_streams_have_tokens_only() -> None:

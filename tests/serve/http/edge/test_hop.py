@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 from contextlib import AsyncExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp
 import pytest
+from yarl import URL
 
+from serve.cluster.front.answer_log import AnswerLog
 from serve.cluster.front.front import Front, FrontSettings
 from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.engine.engine import Engine
@@ -18,7 +23,13 @@ from serve.http import HttpServer, HttpSettings
 from serve.http.calls.continuation import AnswerState, Continuation
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.errors import ApiError
-from serve.http.edge.hop import HOP_HEADER, load_hop_token
+from serve.http.edge.hop import (
+    HOP_HEADER,
+    is_of_hop,
+    is_prompt_counted,
+    load_hop_token,
+    prompt_token,
+)
 from serve.http.edge.keys import ApiKey, KeyLimits
 from serve.http.edge.quota import Quotas
 from serve.request import RequestMetrics
@@ -60,7 +71,7 @@ class Stream:
 
 @pytest.mark.parametrize(
     ("is_of_hop", "so_far", "expected"),
-    [(True, 15, 5), (True, 30, 0), (False, 15, 90), (True, None, 130), (False, None, 130)],
+    [(True, 15, 5), (True, 30, 0), (False, 15, 130), (True, None, 130), (False, None, 130)],
 )
 def test_what_counts_of_a_call(is_of_hop: bool, so_far: int | None, expected: int) -> None:
     policy = KeyPolicy(ALICE)
@@ -72,11 +83,80 @@ def test_what_counts_of_a_call(is_of_hop: bool, so_far: int | None, expected: in
     assert policy.num_charged == expected
 
 
-def test_a_prompt_that_another_server_has_computed_counts_there() -> None:
+@pytest.mark.parametrize(("is_told", "expected"), [(True, 90), (False, 130)])
+def test_a_prompt_that_another_server_has_computed_counts_there(
+    is_told: bool, expected: int
+) -> None:
+    """But for what had to be computed here. Anyone may say so, so only the hop is believed."""
     policy = KeyPolicy(ALICE)
+    policy.is_prompt_counted = is_told
     policy.allowed(SamplingParams(awaits_prefill=True))
     policy.submitted(Stream())  # type: ignore[arg-type]
-    assert policy.num_charged == 90, "but for what had to be computed here"
+    assert policy.num_charged == expected
+
+
+def of_hop(value: str | None, token: str) -> tuple[bool, bool]:
+    headers = {} if value is None else {HOP_HEADER: value}
+    request: Any = SimpleNamespace(headers=headers)
+    return is_of_hop(request, token), is_prompt_counted(request, token)
+
+
+def test_only_the_secret_opens() -> None:
+    token = "a" * 64
+    assert of_hop(token, token) == (True, False)
+    assert of_hop(prompt_token(token), token) == (False, True), "the call itself is counted"
+    for given in (None, "", "b" * 64, token[:-1], "\udcff", "é"):
+        assert of_hop(given, token) == (False, False)
+        assert of_hop(given, "") == (False, False), "a server without a secret knows no hop"
+    assert of_hop(prompt_token(""), "") == (False, False)
+
+
+@pytest.mark.parametrize("header", [None, b"0" * 64, b"\xff\xfe", "é".encode()])
+@pytest.mark.parametrize("kind", ["plain", "continuation", "remote_prefill"])
+def test_a_client_without_the_secret_gains_nothing(
+    tmp_path: Path, header: bytes | None, kind: str
+) -> None:
+    """Its second call finds the prompt in the cache, and counts as much as the first one."""
+    hop = written(tmp_path / "hop", "a secret of the operator")
+
+    async def main() -> None:
+        engine = Engine(DEFAULT_MODEL, dtype="int8", max_model_len=512, max_num_seqs=2)
+        settings = HttpSettings(port=0, api_keys=(f"alice:{KEY}",), hop_key_file=hop)
+        async with HttpServer(engine, settings) as server:
+            body: dict[str, Any] = {"model": MODEL, "prompt": "Once upon a time " * 60}
+            body |= {"max_tokens": 8, "temperature": 0, "ignore_eos": True, "stream": True}
+            _, whole = await sent(server, body, b"x-mergestep-journal: 1")
+            client = server.app.quotas.clients["alice"]
+            (first,) = {client.num_tokens}
+            assert first > 200
+            if kind == "continuation":
+                log = AnswerLog()
+                log.feed(b"".join(part + b"\n\n" for part in whole.split(b"\n\n")[:4]))
+                body["continuation"] = log.continuation
+                assert log.continuation is not None
+            elif kind == "remote_prefill":
+                body["kv_transfer_params"] = {"do_remote_prefill": True}
+            line = b"" if header is None else HOP_HEADER.encode() + b": " + header
+            status, text = await sent(server, body, line)
+            assert status == 200, text
+            assert (client.num_tokens, client.num_requests) == (2 * first, 2)
+
+    asyncio.run(main())
+
+
+async def sent(server: HttpServer, body: dict[str, Any], header: bytes) -> tuple[int, bytes]:
+    """Sends a call with a line of its head as it is. Returns the status and what follows."""
+    content = json.dumps(body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", URL(server.url).port)
+    lines = [b"POST /v1/completions HTTP/1.1", b"Host: 127.0.0.1", b"Connection: close"]
+    lines += [b"Content-Type: application/json", b"Authorization: Bearer " + KEY.encode()]
+    lines += [b"Content-Length: %d" % len(content), *([header] if header else [])]
+    writer.write(b"\r\n".join(lines) + b"\r\n\r\n" + content)
+    async with asyncio.timeout(30):
+        answer = await reader.read()
+    writer.close()
+    head, _, chunks = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), re.sub(rb"(?:^|\r\n)[0-9a-f]+\r\n", b"", chunks)
 
 
 def test_a_call_that_goes_on_is_never_refused_for_a_quota() -> None:
