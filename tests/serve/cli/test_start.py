@@ -141,7 +141,8 @@ def test_weights_that_do_not_fit(
     dtype: str, free: int, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.loading.footprint.available_memory", lambda: free)
-    result = CliRunner().invoke(app, ["run", "--dtype", dtype, "--port", "0"])
+    packed = ["--packed-cache", "off"]  # without a file nothing can be streamed from it
+    result = CliRunner().invoke(app, ["run", "--dtype", dtype, "--port", "0", *packed])
     assert result.exit_code == 2
     assert "the weights take" in result.stderr and expected in result.stderr
 
