@@ -55,7 +55,6 @@ def chat(text: str, **more: Any) -> dict[str, Any]:
 
 def decoders() -> list[Decoder]:
     gc.unfreeze()  # frozen objects are not listed
-    gc.collect()
     return [each for each in gc.get_objects() if type(each) is Decoder]
 
 
