@@ -1,7 +1,7 @@
 """Whether leaving out neurons pays in an MLP: python -m bench.streaming.neurons.
 
 In an MLP with ReLU a neuron whose input is not positive adds nothing: neither its row of up nor its
-column of down need to be read, if somebody knows beforehand which neurons these are. Measured is
+column of down need to be read, where it is known beforehand which neurons these are. Measured is
 
     dense       one MLP in int8 on the native kernels, as it is served
     chosen      the same with that share of the neurons, as if they were known and neighbours

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 FLUSH_S = 0.4
 FIELD = b"continuation"
 _ESCAPED = re.compile(rb"\\u00(?:63|6[fF]|6[eE]|74|69|75|61)")
-"""A letter of FIELD in a JSON string, written as nobody writes it who does not want to hide it."""
+"""A letter of FIELD in a JSON string, escaped although it need not be."""
 
 
 @dataclass(frozen=True, slots=True)

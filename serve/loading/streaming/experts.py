@@ -95,7 +95,7 @@ class ExpertSlots:
         return [(int(mixture), int(expert)) for mixture, expert in self._owner if mixture >= 0]
 
     def fill(self, slot: int, mixture: int, expert: int) -> None:
-        """Notes that a slot has an expert, which somebody has read."""
+        """Notes that a slot has an expert, whose read has ended."""
         self._slot_of[mixture, expert] = slot
         self._owner[slot] = mixture, expert
 

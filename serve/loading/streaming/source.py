@@ -15,7 +15,7 @@ from ops.cpu.native_stored import LayerKind, restore
 from serve.loading.streaming.units import ModelUses, Use
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed_cache.layout import LayerEntry, Span
-from serve.models.packed_cache.sources import KeptTensors
+from serve.models.packed_cache.sources import KeptTensors, call_name
 from serve.models.parts import Part
 
 PANEL = 32
@@ -77,10 +77,10 @@ class StreamedTensors(KeptTensors):
         is_head: bool = False,
     ) -> LinearOp:
         if parts[0].expert is not None and self._layer in self._streamed:
-            self._next(f"product {parts[0].module}")
+            self._next(call_name("product", parts[0].module))
             return _NOTHING
         if is_head and self._head:
-            self._next(f"product {parts[0].module}")
+            self._next(call_name("product", parts[0].module))
             ops = [
                 (restore(part.entry.kind, list(map(self._bytes, part.entry.buffers)), fusion), part)
                 for part in self._head

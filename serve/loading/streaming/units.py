@@ -145,7 +145,7 @@ class ModelUses:
 
 
 def untouched(num_bytes: int) -> Tensor:
-    """Returns addresses without memory: nobody may write there."""
+    """Returns addresses without memory, which must not be written to."""
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -79,7 +79,9 @@ class NotedTensors(_Around):
         op = self._loaded.product(
             parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
         )
-        self._note(_call("product", parts[0].module), op.ops if type(op) is SideBySide else [op])
+        self._note(
+            call_name("product", parts[0].module), op.ops if type(op) is SideBySide else [op]
+        )
         return op
 
     def vector(
@@ -91,7 +93,7 @@ class NotedTensors(_Around):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         made = self._loaded.vector(name, shape, offset=offset, dtype=dtype)
-        self._note(_call("vector", name), [made])
+        self._note(call_name("vector", name), [made])
         return made
 
     def table(
@@ -103,18 +105,18 @@ class NotedTensors(_Around):
         columns: slice | None = None,
     ) -> Tensor:
         made = self._loaded.table(name, shape, is_looked_up=is_looked_up, columns=columns)
-        self._note(_call("table", name), [made])
+        self._note(call_name("table", name), [made])
         return made
 
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         made = self._loaded.matrix(part, num_in, stays_plain=stays_plain)
         if stays_plain:
-            self._note(_call("matrix", part.module), [made])
+            self._note(call_name("matrix", part.module), [made])
         return made
 
     def pack(self, weight: Tensor) -> LinearOp:
         op = self._loaded.pack(weight)
-        self._note(_call("pack", str(tuple(weight.shape))), [op])
+        self._note(call_name("pack", str(tuple(weight.shape))), [op])
         self.is_whole = self.is_whole and can_keep(op)
         return op
 
@@ -141,7 +143,7 @@ class KeptTensors(_Around):
         scale: float = 1.0,
         is_head: bool = False,
     ) -> LinearOp:
-        kept = self._next(_call("product", parts[0].module))
+        kept = self._next(call_name("product", parts[0].module))
         if not kept:
             return self._loaded.product(
                 parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
@@ -161,7 +163,7 @@ class KeptTensors(_Around):
         offset: float = 0.0,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        kept = self._next(_call("vector", name))
+        kept = self._next(call_name("vector", name))
         if not kept:
             return self._loaded.vector(name, shape, offset=offset, dtype=dtype)
         return self._tensor(kept, shape)
@@ -174,7 +176,7 @@ class KeptTensors(_Around):
         is_looked_up: bool = True,
         columns: slice | None = None,
     ) -> Tensor:
-        kept = self._next(_call("table", name))
+        kept = self._next(call_name("table", name))
         if not kept:
             return self._loaded.table(name, shape, is_looked_up=is_looked_up, columns=columns)
         num_rows, width = shape
@@ -185,13 +187,13 @@ class KeptTensors(_Around):
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         if not stays_plain:  # its products come from the file
             return torch.empty(part.num_rows, num_in, device="meta")
-        kept = self._next(_call("matrix", part.module))
+        kept = self._next(call_name("matrix", part.module))
         if not kept:
             return self._loaded.matrix(part, num_in, stays_plain=True)
         return self._tensor(kept, (part.num_taken, num_in))
 
     def pack(self, weight: Tensor) -> LinearOp:
-        kept = self._next(_call("pack", str(tuple(weight.shape))))
+        kept = self._next(call_name("pack", str(tuple(weight.shape))))
         if len(kept) != 1:
             raise DamagedCache("it lacks a product")
         num_out, num_in = weight.shape
@@ -231,5 +233,5 @@ class KeptTensors(_Around):
         return self._data[span.start : span.start + span.num_bytes]
 
 
-def _call(kind: str, name: str) -> str:
+def call_name(kind: str, name: str) -> str:
     return f"{kind} {name}"

@@ -158,7 +158,7 @@ def test_where_a_sequence_is_copied_can_be_asked():
     names.queued("a", keys, "request")
     assert names.copied("request") is None
     names.computed("a", 2 * TILE)
-    assert names.copied("request") is None, "nobody has asked"
+    assert names.copied("request") is None, "no peer has asked"
     names.news("f", 1, "engine f")
     assert names.copied("request") == ("engine f", TILE)
     names.news("f", 9, "engine f")
