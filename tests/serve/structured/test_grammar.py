@@ -268,7 +268,9 @@ def test_the_child_has_limits(compiler):
         for line in Path(f"/proc/{pid}/limits").read_text().splitlines()
     }
     used = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * 4096
-    assert int(limits["Max address space"]) <= used + COMPILE_MEMORY_BYTES
+    # the limit is set at the start, and the child may have freed some pages since
+    slack = 16 << 20
+    assert int(limits["Max address space"]) <= used + COMPILE_MEMORY_BYTES + slack
     assert int(limits["Max cpu time"]) < 3600
     assert limits["Max file size"] == limits["Max core file size"] == "0"
 
