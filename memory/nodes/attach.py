@@ -15,6 +15,8 @@ from memory.attention.layouts import KV_TYPES, Layout, make_layout
 from memory.attention.seam import AttentionLayer, kv_owner, layers_in
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout
 from memory.nodes.wire import ErrorCode, WireError
+from memory.policies.selection import Selection, selection_of
+from memory.policies.setting import OFF, parse_kv_policy
 from quant.kv import GROUPS
 
 STRIPE_TOKENS = 16
@@ -46,7 +48,9 @@ class AttachRequest:
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
     the most rows of one message. With prefix_only rows attend over the K/V before the step alone.
     With by_segment a range is a segment of a sequence, and rows attend over the segment alone. With
-    is_question the node only answers what it would grant.
+    is_question the node only answers what it would grant. kv_policy: the setting of that name, of
+    those that select what rows of answers read. The node repeats it in its answer, unless it is
+    "off": one that does not know it reads everything.
     """
 
     engine: str
@@ -64,9 +68,22 @@ class AttachRequest:
     prefix_only: bool = False
     by_segment: bool = False
     is_question: bool = False
+    kv_policy: str = OFF
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        content = asdict(self)
+        if not self.selects:
+            del content["kv_policy"]
+        return content
+
+    @property
+    def selects(self) -> bool:
+        """Whether rows of answers select what they read."""
+        return self.kv_policy != OFF
+
+    def selection(self) -> Selection | None:
+        """Returns what rows of answers read; None if it is everything."""
+        return selection_of(parse_kv_policy(self.kv_policy))
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> AttachRequest:
@@ -92,6 +109,7 @@ class AttachRequest:
             prefix_only=fields.flag("prefix_only"),
             by_segment=fields.flag("by_segment"),
             is_question=fields.flag("is_question"),
+            kv_policy=fields.name("kv_policy") if "kv_policy" in content else OFF,
         )
         request.check()
         return request
@@ -127,8 +145,21 @@ class AttachRequest:
                     raise _shape(f"head_dim {layer.head_dim} has no {self.kv_dtype} K/V")
         if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
             raise _shape("segments have neither windows nor prefix_only")
+        self._check_policy()
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
             raise _shape("the scale of attention over latents must be positive")
+
+    def _check_policy(self) -> None:
+        if not self.selects:
+            return
+        try:
+            selection = self.selection()
+        except ValueError as error:
+            raise _shape(f"kv_policy {error}") from error
+        if selection is None:
+            raise _shape(f"kv_policy {self.kv_policy!r} selects nothing")
+        if self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment:
+            raise _shape(f"kv_policy {selection.policy.name} needs whole ranges of K/V in tiles")
 
     def _check_shares(self, ids: list[int]) -> None:
         for number in ids:
@@ -173,7 +204,12 @@ class NodeLayout:
     def __init__(self, request: AttachRequest) -> None:
         self.request = request
         self.groups: list[Layout] = [
-            make_layout(layers_in(request.layers, ids), request.kv_dtype, request.kv_group)
+            make_layout(
+                layers_in(request.layers, ids),
+                request.kv_dtype,
+                request.kv_group,
+                has_bounds=request.selects,
+            )
             for ids in request.group_layers
         ]
         self.windows = [_widest(layout.layers) for layout in self.groups]

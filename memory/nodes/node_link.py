@@ -29,6 +29,7 @@ from memory.nodes.wire import (
     read_json,
 )
 from memory.nodes.wire_rows import largest_message
+from memory.policies.setting import OFF
 from transport.base import (
     HEARTBEAT_S,
     Endpoint,
@@ -146,6 +147,9 @@ class NodeLink:
                 raise WireError(ErrorCode.RANGE, f"{num_pages!r} pages")
             if type(num_mappings) is not int:
                 raise WireError(ErrorCode.FORM, f"{num_mappings!r} mappings")
+            if content.get("kv_policy", OFF) != request.kv_policy:
+                text = f"the node does not know kv_policy {request.kv_policy}: it is of an earlier"
+                raise WireError(ErrorCode.SHAPE, f"{text} version")
             self.num_mappings = num_mappings
         except WireError as error:
             raise NodeError(error.code, str(error)) from error

@@ -47,8 +47,8 @@ ReadAnswer = Callable[[WireRows, memoryview, Header], Iterable[Tensor]]
 class NodeRows:
     """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
     (first row, length) of the step's rows. rows has the indices of the query rows; it is None if
-    all rows query. num_keys is the sum of these rows' keys. k and v of the query rows are not among
-    the appended ones, unless nodes compute prefix attention."""
+    all rows query. num_keys is the sum of the keys that these rows read. k and v of the query rows
+    are not among the appended ones, unless nodes compute prefix attention."""
 
     link: NodeLink
     parts: list[LayerShard]

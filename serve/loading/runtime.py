@@ -159,7 +159,14 @@ def _load_remote(
         config, precision, spec, layers, backend, local_bytes, share, states
     )
     return Runtime(
-        spec, precision, model, remote.with_states, remote.kv, remote, nodes=remote.nodes
+        spec,
+        precision,
+        model,
+        remote.with_states,
+        remote.kv,
+        remote,
+        nodes=remote.nodes,
+        selection=remote.attention.selection,
     )
 
 

@@ -297,6 +297,8 @@ class MemoryNode:
             "num_pages": granted.num_pages,
             "num_mappings": connection.num_mappings,
         } | ({} if lane is None else {"lane": lane})
+        if granted.selects:
+            content["kv_policy"] = granted.kv_policy
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
     def _grant(self, connection: Connection, request: AttachRequest) -> AttachRequest | None:
