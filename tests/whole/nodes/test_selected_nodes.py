@@ -56,7 +56,7 @@ def far_engine(urls, folder, model=DEFAULT_MODEL, **settings):
             ("tcp", 1, "auto", "int8", {"memory_prefill": "remote"}),
             ("inproc", 2, "head", "int4", {"memory_prefill": "remote"}),
             ("tcp", 2, "request", "int4", {}),
-            ("shm", 4, "head", "int8", {}),
+            ("shm", 2, "head", "int8", {}),
             ("inproc", 3, "request", "int8", {"max_chunk_tokens": 33}),
         ],
     ),

@@ -10,15 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from memory.attention.layouts import local_attention, make_layout
-from memory.attention.seam import AttentionStep
 from memory.nodes.wire import ErrorCode, Kind
-from memory.policies.selection import selection_of
-from memory.policies.setting import parse_kv_policy
-from ops import get_backend
 from ops.cpu import native_library
 from quant.kv import TILE_TOKENS
-from tests.memory.nodes.test_own_rows import MAX_LEN, steps_of
+from tests.memory.nodes.test_own_rows import Local, steps_of
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import NUM_RANGES, RemoteRig, layers_of
 
@@ -28,36 +23,6 @@ pytestmark = pytest.mark.skipif(
 QUEST = "quest:budget=25%"
 PROMPTS = (0, 30, 100, 333)
 """The lengths of the sequences' prompts."""
-
-
-class Local:
-    """Attention over ranges of MAX_LEN tokens in this machine's memory."""
-
-    def __init__(self, layers, kv_dtype, kv_policy):
-        self.selection = selection_of(parse_kv_policy(kv_policy))
-        layout = make_layout(layers, kv_dtype, 64, has_bounds=self.selection is not None)
-        size = NUM_RANGES * MAX_LEN * layout.token_bytes
-        self._memory = ctypes.create_string_buffer(size + 64)
-        address = ctypes.addressof(self._memory)
-        address += -address % 64
-        self._attention = local_attention(
-            layout, address, size, get_backend("cpu"), selection=self.selection
-        )
-
-    def step(self, rows, inputs):
-        """rows: (number of the range, number of rows, tokens after them)."""
-        step = AttentionStep(
-            sum(n == 1 for _, n, _ in rows),
-            [index * MAX_LEN for index, _, _ in rows],
-            [n for _, n, _ in rows],
-            [length for _, _, length in rows],
-            [PROMPTS[index] for index, _, _ in rows],
-        )
-        plan = self._attention.plan(step)
-        return [
-            plan.finish(plan.begin(layer, q), k.clone(), v, None).wait()
-            for layer, (q, k, v) in enumerate(inputs)
-        ]
 
 
 def drawn_steps(layers, seed=5):
@@ -75,6 +40,18 @@ def drawn_steps(layers, seed=5):
         )
 
 
+def prompts_of(rows):
+    return [PROMPTS[name] for name, _, _ in rows]
+
+
+def local_results(local, layers):
+    """Returns the results of all drawn steps over this machine's memory."""
+    found = []
+    for rows, inputs in drawn_steps(layers):
+        found += local.step(rows, inputs, prompts_of(rows))
+    return found
+
+
 def results(rig, layers):
     """Returns the results of all drawn steps over a rig's nodes."""
     items = [kv.open(700) for kv in rig.kvs for _ in range(len(PROMPTS) // len(rig.kvs))]
@@ -85,7 +62,7 @@ def results(rig, layers):
             assert rig.kvs[_partition(rig, item)].grow(item, length, length - n)
         for kv in rig.kvs:
             kv.commit()
-        found += rig.step(named, inputs, [PROMPTS[name] for name, _, _ in rows])
+        found += rig.step(named, inputs, prompts_of(rows))
     return found
 
 
@@ -114,13 +91,12 @@ def test_results_have_the_bits_of_local_attention(kv_dtype, names, partition, wi
         layers, tuple(names), partition, kv_dtype, tail_bytes=tail_bytes, kv_policy=QUEST
     )
     local = Local(layers, kv_dtype, QUEST)
-    expected = [out for rows, inputs in drawn_steps(layers) for out in local.step(rows, inputs)]
+    expected = local_results(local, layers)
     assert is_same(results(rig, layers), expected)
     assert rig.attention.selection.counts() == local.selection.counts()
     assert 0 < local.selection.num_read < local.selection.num_held / 2
     rig.close()
-    everything = Local(layers, kv_dtype, "off")
-    whole = [out for rows, inputs in drawn_steps(layers) for out in everything.step(rows, inputs)]
+    whole = local_results(Local(layers, kv_dtype), layers)
     assert not is_same(expected, whole), "the policy changes what rows read"
 
 
