@@ -224,13 +224,13 @@ def _over_node(model: Path, sizes: Sizes, folder: Path) -> list[Result]:
 
 
 def table_of(found: Sequence[Result], sizes: Sizes) -> Table:
-    columns = ("everything ms", f"{sizes.policy} ms", "of all", "tokens/s", "tokens/s", "tokens/s")
+    columns = ("all, ms", "selected, ms", "of all", "tokens/s", "selected", "computed again")
     table = Table(
         "context",
         "sequences",
         *[Column(name, justify="right") for name in columns],
         title=f"decode steps over one node (shm), a thread each, {sizes.shape}",
-        caption=f"tokens/s: everything, selected, and contexts computed again for every "
+        caption=f"selected: {sizes.policy}; computed again: the context, for every "
         f"{sizes.answer} tokens",
     )
     for one in found:
@@ -266,7 +266,9 @@ def main() -> None:
     sizes = QUICK if options.quick else Sizes()
     with tempfile.TemporaryDirectory(prefix="mergestep-selection-") as folder:
         found = measure(sizes, Path(folder))
-    Console().print(table_of(found, sizes))
+    console = Console()
+    console.width = max(console.width, 100)
+    console.print(table_of(found, sizes))
 
 
 if __name__ == "__main__":

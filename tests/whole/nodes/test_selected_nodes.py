@@ -18,6 +18,7 @@ from tests.support.nodes.served_nodes import MIB, key_file, nodes
 from tests.support.preempted import until_preempted
 from tests.support.profile import every_day
 from tests.support.speculation.scripted import check_drafted
+from tests.whole.nodes.test_engine_nodes import AlwaysSplits
 from tests.whole.nodes.test_states_on_nodes import lose_a_node
 from tests.whole.policies.test_selected_engine import QUEST, SETTINGS, prompts_of_all_lengths
 from tests.whole.test_recent_tokens import answers, params, prompt
@@ -162,6 +163,17 @@ def test_drafts_change_no_bit(partition, tmp_path):
     with nodes("inproc", 2, tmp_path) as urls, far_engine(urls, tmp_path, **settings) as llm:
         llm._loaded.core._scheduler.drafting = None
         check_drafted(llm, prompts, those, outputs)
+
+
+def test_two_microbatches_in_flight(tmp_path, monkeypatch):
+    monkeypatch.setattr("serve.runner.runner.LearnedMicrobatches", AlwaysSplits)
+    AlwaysSplits.num_split = 0
+    with (
+        nodes("inproc", 2, tmp_path) as urls,
+        far_engine(urls, tmp_path, memory_partition="request") as llm,
+    ):
+        assert answers(llm, prompts_of_all_lengths(), params(24)) == local_answers()
+        assert AlwaysSplits.num_split > llm.stats().num_steps / 2
 
 
 @pytest.mark.parametrize(
