@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.small_pages,
 ]
-QUEST = "quest:budget=25%"
+QUEST = "quest:budget=25%,least=1"
 LENGTHS = (1, 15, 16, 17, 100, 127, 128, 129, 250, 300, 517)
 SETTINGS = {"dtype": "int8", "max_model_len": 640, "max_num_seqs": 12}
 KINDS = ("int8", "int4")
@@ -97,7 +97,7 @@ def reference(kv_policy: str, tokens: list[int], num_prompt: int) -> torch.Tenso
 
 @pytest.mark.parametrize(
     "policy",
-    ["quest:budget=64", pytest.param("quest:budget=12%", marks=pytest.mark.exhaustive)],
+    ["quest:budget=64", pytest.param("quest:budget=12%,least=1", marks=pytest.mark.exhaustive)],
 )
 def test_decoded_tokens_have_the_distributions_of_the_reference(policy):
     tokens = text(420)
@@ -173,7 +173,7 @@ def test_a_prompt_comes_from_disk_with_its_bounds(tmp_path):
     with LLM(DEFAULT_MODEL, **settings) as llm:
         assert answers(llm, [first], params()) == said
         assert llm.stats().disk_loaded_pages > 0
-    settings["kv_policy"] = "quest:budget=50%"  # tokens that read more have other K/V
+    settings["kv_policy"] = "quest:budget=50%,least=1"  # tokens that read more have other K/V
     with LLM(DEFAULT_MODEL, **settings) as llm:
         answers(llm, [first], params())
         assert llm.stats().disk_loaded_pages == 0
@@ -233,14 +233,16 @@ def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family, va
     prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (20, 60, 100)]
     settings = {"dtype": "int8", "kv_dtype": kv_dtype, "max_num_seqs": 4, "max_model_len": 160}
     found = {}
-    for policy in ("off", "quest:budget=100%", "quest:budget=20%"):
+    for policy in ("off", "quest:budget=100%", "quest:budget=20%,least=1"):
         path = str(checkpoint(family, variant))
         with LLM(path, **settings, kv_policy=policy, kv_page_bytes=4096) as llm:
             found[policy] = [answers(llm, prompts, params(50)) for _ in range(2)]
     assert found["quest:budget=100%"] == found["off"]
-    assert found["quest:budget=20%"][0] == found["quest:budget=20%"][1], "with prefix hits"
+    assert found["quest:budget=20%,least=1"][0] == found["quest:budget=20%,least=1"][1], (
+        "with prefix hits"
+    )
     if kv_dtype == "int8":  # with int4, all keys of so short sequences are in a row's own block
-        assert found["quest:budget=20%"] != found["off"]
+        assert found["quest:budget=20%,least=1"] != found["off"]
 
 
 def test_what_is_read_is_counted_and_told(caplog):
