@@ -291,8 +291,8 @@ class KVPolicySettings(WeightPeerSettings):
 
     kv_policy: "off" reads and keeps all. "quest" keeps all and reads, for each decoded token, the
         pages that matter most to it; "window", "h2o", "snapkv", "keyformer" and "pyramid" drop the
-        rest. The budget is a number of tokens or a share of the sequence: quest:budget=1024,
-        h2o:budget=25%. Answers change unless the budget is everything.
+        rest. The budget is a number of tokens or a share of the sequence, at least 128 tokens:
+        quest:budget=1024, h2o:budget=25%. Answers change unless the budget is everything.
     """
 
     kv_policy: str = OFF
