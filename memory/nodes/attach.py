@@ -16,7 +16,7 @@ from memory.attention.seam import AttentionLayer, kv_owner, layers_in
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout
 from memory.nodes.wire import ErrorCode, WireError
 from memory.policies.selection import Selection, selection_of
-from memory.policies.setting import OFF, parse_kv_policy
+from memory.policies.setting import SELECTIONS, KVPolicy
 from quant.kv import GROUPS
 
 STRIPE_TOKENS = 16
@@ -48,9 +48,9 @@ class AttachRequest:
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
     the most rows of one message. With prefix_only rows attend over the K/V before the step alone.
     With by_segment a range is a segment of a sequence, and rows attend over the segment alone. With
-    is_question the node only answers what it would grant. kv_policy: the setting of that name, of
-    those that select what rows of answers read. The node repeats it in its answer, unless it is
-    "off": one that does not know it reads everything.
+    is_question the node only answers what it would grant. kv_policy: by which rows of answers
+    select what they read; None: they read everything. A node that knows it repeats it in its
+    answer.
     """
 
     engine: str
@@ -68,22 +68,18 @@ class AttachRequest:
     prefix_only: bool = False
     by_segment: bool = False
     is_question: bool = False
-    kv_policy: str = OFF
+    kv_policy: KVPolicy | None = None
 
     def to_json(self) -> dict[str, object]:
         content = asdict(self)
-        if not self.selects:
+        if self.kv_policy is None:  # nodes of earlier versions do not miss it
             del content["kv_policy"]
         return content
 
     @property
-    def selects(self) -> bool:
-        """Whether rows of answers select what they read."""
-        return self.kv_policy != OFF
-
     def selection(self) -> Selection | None:
-        """Returns what rows of answers read; None if it is everything."""
-        return selection_of(parse_kv_policy(self.kv_policy))
+        """What rows of answers read, with counts of its own; None: everything."""
+        return selection_of(self.kv_policy)
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> AttachRequest:
@@ -109,7 +105,7 @@ class AttachRequest:
             prefix_only=fields.flag("prefix_only"),
             by_segment=fields.flag("by_segment"),
             is_question=fields.flag("is_question"),
-            kv_policy=fields.name("kv_policy") if "kv_policy" in content else OFF,
+            kv_policy=_policy(content.get("kv_policy")),
         )
         request.check()
         return request
@@ -145,21 +141,12 @@ class AttachRequest:
                     raise _shape(f"head_dim {layer.head_dim} has no {self.kv_dtype} K/V")
         if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
             raise _shape("segments have neither windows nor prefix_only")
-        self._check_policy()
+        if self.kv_policy is not None and (
+            self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment
+        ):
+            raise _shape(f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
             raise _shape("the scale of attention over latents must be positive")
-
-    def _check_policy(self) -> None:
-        if not self.selects:
-            return
-        try:
-            selection = self.selection()
-        except ValueError as error:
-            raise _shape(f"kv_policy {error}") from error
-        if selection is None:
-            raise _shape(f"kv_policy {self.kv_policy!r} selects nothing")
-        if self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment:
-            raise _shape(f"kv_policy {selection.policy.name} needs whole ranges of K/V in tiles")
 
     def _check_shares(self, ids: list[int]) -> None:
         for number in ids:
@@ -208,7 +195,7 @@ class NodeLayout:
                 layers_in(request.layers, ids),
                 request.kv_dtype,
                 request.kv_group,
-                has_bounds=request.selects,
+                has_bounds=request.kv_policy is not None,
             )
             for ids in request.group_layers
         ]
@@ -338,6 +325,22 @@ def _layer(value: object) -> AttentionLayer:
         shares=fields.optional("shares", 0, _MAX_LAYERS),
         value_dim=fields.optional("value_dim", 1, dim),
     )
+
+
+def _policy(value: object) -> KVPolicy | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _shape("kv_policy must be an object")
+    fields = _Fields(value)
+    name = fields.name("name")
+    if name not in SELECTIONS:
+        raise _shape(f"kv_policy {name!r} is none that selects on nodes of this version")
+    tokens = fields.optional("tokens", 1, _MAX_RANGE_TOKENS)
+    share = None if fields.get("share") is None else fields.number("share")
+    if (tokens is None) is (share is None) or (share is not None and not 0 < share <= 1):
+        raise _shape("kv_policy must have a number of tokens, or a share above 0 and at most 1")
+    return KVPolicy(name, tokens, share, fields.integer("least", 1, _MAX_RANGE_TOKENS))
 
 
 def _sinks(value: object, num_heads: int) -> tuple[float, ...] | None:

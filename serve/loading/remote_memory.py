@@ -239,7 +239,7 @@ class _RemoteSetup:
             min_pages=1,
             max_rows=self._config.batched_tokens,
             prefix_only=self.partition == "sequence",
-            kv_policy=self._config.kv_policy,
+            kv_policy=self._config.policy,
         )
 
     def nodes(self) -> NodeSet:

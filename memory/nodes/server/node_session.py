@@ -84,7 +84,7 @@ class NodeSession:
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
         self._memory = memory
         self._slots = PageSlots(layout, request.num_pages)
-        self._selection = request.selection()
+        self._selection = request.selection
         address = memory.reserve(layout.total_bytes)
         self._groups = [self._group(i, address, backend) for i in range(len(layout.groups))]
         self._layer_index = {

@@ -10,7 +10,7 @@ import torch
 
 from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import HEADER_BYTES, EditKind, Header, Kind
-from memory.policies.setting import OFF
+from memory.policies.setting import KVPolicy
 from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
 
 MAP, UNMAP, COPY, RELEASE = EditKind
@@ -24,13 +24,13 @@ class Fuzzer:
     def __init__(self, seed, node, kv_dtype):
         self.rng = random.Random(seed)
         prefix_only = self.rng.random() < 0.5
-        selects = kv_dtype in TILED_TYPES and not prefix_only and self.rng.random() < 0.5
+        self.selects = kv_dtype in TILED_TYPES and not prefix_only and self.rng.random() < 0.5
         request = replace(
             REQUEST,
             engine=f"fuzz {seed} {kv_dtype}",
             kv_dtype=kv_dtype,
             prefix_only=prefix_only,
-            kv_policy="quest:budget=25%" if selects else OFF,
+            kv_policy=KVPolicy("quest", share=0.25) if self.selects else None,
         )
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
@@ -77,7 +77,7 @@ class Fuzzer:
             rows = 1 + self.number(20, 64)
             appends.append((self.number(3, 3), rows, self.number(100, 256)))
         appends = self.mostly_once(appends)
-        lengths = [self.number(256, 256) for _ in queries] if self.engine.request.selects else []
+        lengths = [self.number(256, 256) for _ in queries] if self.selects else []
         if rng.random() < 0.005:
             lengths.append(3)
         number = self.engine.plan(edits, queries, appends, prompt_lens=lengths)

@@ -14,6 +14,7 @@ from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.placement import Shard
 from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
+from memory.policies.setting import KVPolicy
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from transport.base import PeerLostError, TransportError, TransportTimeoutError
@@ -45,7 +46,7 @@ def attached(num_pages=40, epoch=1, kind=Kind.ATTACHED) -> bytes:
 
 
 def refusing() -> bytes:
-    return pack_json(Kind.ERROR, 1, {"code": ErrorCode.SHAPE, "text": "kv_policy must be off"})
+    return pack_json(Kind.ERROR, 1, {"code": ErrorCode.SHAPE, "text": "kv_policy is none"})
 
 
 def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:
@@ -103,14 +104,16 @@ def test_an_invalid_grant_is_an_error(message, match):
 @pytest.mark.parametrize(
     ("answer", "match"),
     [
-        (attached(), "does not know kv_policy quest:budget=12%: it is of an earlier version"),
-        (refusing(), "SHAPE: kv_policy must be off"),
+        (attached(), "does not know kv_policy quest: it is of an earlier version"),
+        (refusing(), "SHAPE: kv_policy is none"),
     ],
 )
 def test_a_node_that_cannot_select_is_refused(answer, match):
     """One of an earlier version ignores what it does not know, and would read everything."""
     script = Script(answer)
-    request = replace(REQUEST, kv_dtype="int8", prefix_only=False, kv_policy="quest:budget=12%")
+    request = replace(
+        REQUEST, kv_dtype="int8", prefix_only=False, kv_policy=KVPolicy("quest", share=0.12)
+    )
     with pytest.raises(NodeError, match=match):
         script.link.attach(request, 0.0)
 

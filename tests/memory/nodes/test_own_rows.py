@@ -15,7 +15,6 @@ from memory.attention.seam import AttentionStep
 from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import ErrorCode, WireFormat, WireType
 from memory.policies.selection import selection_of
-from memory.policies.setting import OFF, parse_kv_policy
 from ops import get_backend
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import NUM_RANGES, RemoteRig, layers_of
@@ -28,8 +27,8 @@ MAX_LEN = 1024
 class Local:
     """Local attention over ranges of MAX_LEN tokens."""
 
-    def __init__(self, layers, kv_dtype, kv_policy=OFF):
-        self.selection = selection_of(parse_kv_policy(kv_policy))
+    def __init__(self, layers, kv_dtype, kv_policy=None):
+        self.selection = selection_of(kv_policy)
         layout = make_layout(layers, kv_dtype, 64, has_bounds=self.selection is not None)
         size = NUM_RANGES * MAX_LEN * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size + 64)

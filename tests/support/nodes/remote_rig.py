@@ -17,7 +17,6 @@ from memory.nodes.prompt_tail_cache import PromptTailCache
 from memory.nodes.remote_attention import RemoteAttention
 from memory.nodes.server.node import MemoryNode
 from memory.nodes.wire import FULL_WIRE
-from memory.policies.setting import OFF
 from ops import get_backend
 from tests.support.nodes.remote_setup import make_partitions, template_of
 from transport.base import PeerLostError
@@ -69,7 +68,7 @@ class RemoteRig:
         capacity_bytes=16 * MIB,
         nodes=None,
         lanes=None,
-        kv_policy=OFF,
+        kv_policy=None,
     ):
         """Each node has capacity_bytes, the prompt tail cache tail_bytes. nodes: other ones, which
         are connected by `names`."""
@@ -79,7 +78,7 @@ class RemoteRig:
         self.nodes = Nodes(names, capacity_bytes) if nodes is None else nodes
         groups = group_layers(layers, max_len)
         layouts = [
-            make_layout(layers_in(layers, ids), kv_dtype, 64, has_bounds=kv_policy != OFF)
+            make_layout(layers_in(layers, ids), kv_dtype, 64, has_bounds=kv_policy is not None)
             for _, ids in groups
         ]
         token_bytes = [layout.token_bytes for layout in layouts]
@@ -126,7 +125,7 @@ class RemoteRig:
             NUM_RANGES,
             wire,
             self.tail_cache,
-            selection=template.selection(),
+            selection=template.selection,
         )
 
     def step(self, rows, inputs, prompt_lens=None):

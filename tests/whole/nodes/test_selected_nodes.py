@@ -8,6 +8,7 @@ import functools
 
 import pytest
 
+from memory.nodes.attach import AttachRequest
 from ops.cpu import native_library
 from serve import LLM
 from serve.config import DEFAULT_MODEL
@@ -223,10 +224,16 @@ def test_what_cannot_select_is_refused(tmp_path):
 
 def test_a_node_of_an_earlier_version_is_refused(tmp_path, monkeypatch):
     """It ignores the policy and would read everything."""
-    monkeypatch.setattr("memory.nodes.attach.AttachRequest.selects", False)
+    from_json = AttachRequest.from_json.__func__
+
+    def without_policy(cls, content):
+        content.pop("kv_policy", None)
+        return from_json(cls, content)
+
+    monkeypatch.setattr(AttachRequest, "from_json", classmethod(without_policy))
     with (
         nodes("inproc", 1, tmp_path) as urls,
-        pytest.raises(ConfigError, match=r"does not know kv_policy quest:budget=25%: it is of an"),
+        pytest.raises(ConfigError, match=r"does not know kv_policy quest: it is of an earlier ver"),
         far_engine(urls, tmp_path),
     ):
         pass

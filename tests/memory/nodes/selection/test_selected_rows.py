@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from memory.nodes.wire import ErrorCode, Kind
+from memory.policies.setting import KVPolicy
 from ops.cpu import native_library
 from quant.kv import TILE_TOKENS
 from tests.memory.nodes.test_own_rows import Local, steps_of
@@ -20,7 +21,8 @@ from tests.support.nodes.remote_rig import NUM_RANGES, RemoteRig, layers_of
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
 )
-QUEST = "quest:budget=25%"
+FEW = KVPolicy("quest", tokens=64)
+QUEST = KVPolicy("quest", share=0.25)
 PROMPTS = (0, 30, 100, 333)
 """The lengths of the sequences' prompts."""
 
@@ -100,11 +102,13 @@ def test_results_have_the_bits_of_local_attention(kv_dtype, names, partition, wi
     assert not is_same(expected, whole), "the policy changes what rows read"
 
 
-@pytest.mark.parametrize("kv_policy", ["quest:budget=100%", "quest:budget=1024"])
+@pytest.mark.parametrize(
+    "kv_policy", [KVPolicy("quest", share=1.0), KVPolicy("quest", tokens=1024)]
+)
 def test_a_budget_of_everything_gives_the_bits_of_no_policy(kv_policy):
     layers = layers_of(2)
     found = []
-    for one in (kv_policy, "off"):
+    for one in (kv_policy, None):
         rig = RemoteRig(layers, ("a", "b"), "head", "int8", kv_policy=one)
         found.append(results(rig, layers))
         rig.close()
@@ -117,7 +121,7 @@ def test_rows_of_unknown_prompts_read_everything():
     inputs = [[torch.randn(250, heads, 32) for heads in (8, 4, 4)]]
     one = [[x[:1] for x in inputs[0]]]
     found = []
-    for kv_policy in (QUEST, "off"):
+    for kv_policy in (QUEST, None):
         rig = RemoteRig(layers, ("a",), "head", "int8", kv_policy=kv_policy)
         item = rig.kv.open(400)
         found.append([*rig.step([(item, 250, 250)], inputs), *rig.step([(item, 1, 251)], one)])
@@ -171,7 +175,7 @@ class Spoiled:
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 def test_what_is_not_selected_is_not_read(kv_dtype):
-    sequence = Spoiled("quest:budget=64", kv_dtype)
+    sequence = Spoiled(FEW, kv_dtype)
     expected = sequence.answer()
     sequence.spoil(set(range(sequence.NUM_TILES)) - {*sequence.LIKELY})
     assert torch.equal(sequence.answer(), expected)
@@ -183,7 +187,7 @@ def test_what_is_not_selected_is_not_read(kv_dtype):
 
 
 def test_without_a_policy_everything_is_read():
-    sequence = Spoiled("off")
+    sequence = Spoiled(None)
     expected = sequence.answer()
     sequence.spoil([0])
     assert not torch.equal(sequence.answer(), expected)
@@ -193,7 +197,7 @@ def test_without_a_policy_everything_is_read():
 def test_the_work_of_an_answer_is_what_is_read(monkeypatch):
     """By which the engine knows how long a node may take."""
     seen = {}
-    for kv_policy in ("quest:budget=64", "off"):
+    for kv_policy in (FEW, None):
         sequence = Spoiled(kv_policy)
         [link] = sequence.rig.set.partitions[0].links
         answer = link.answer
@@ -206,7 +210,7 @@ def test_the_work_of_an_answer_is_what_is_read(monkeypatch):
         monkeypatch.setattr(link, "answer", noted)
         sequence.answer()
         sequence.rig.close()
-    assert seen == {"quest:budget=64": [4 * 16 + 14], "off": [225]}
+    assert seen == {FEW: [4 * 16 + 14], None: [225]}
 
 
 # ---- what a node refuses
