@@ -166,6 +166,19 @@ def test_drafts_change_no_bit(partition, tmp_path):
         check_drafted(llm, prompts, those, outputs)
 
 
+def test_a_request_reads_everything_where_it_says_so(tmp_path):
+    """Beside others that select, in the same steps."""
+    prompts = [{"prompt_token_ids": prompt(300, seed=2)}] * 2
+    several = [params(60), params(60, kv_policy="off")]
+    with LLM(DEFAULT_MODEL, kv_policy=QUEST, **SETTINGS) as llm:
+        expected = [o.outputs[0] for o in llm.generate(prompts, several, use_tqdm=False)]
+    assert expected[0].token_ids != expected[1].token_ids
+    with nodes("inproc", 2, tmp_path) as urls, far_engine(urls, tmp_path) as llm:
+        found = [o.outputs[0] for o in llm.generate(prompts, several, use_tqdm=False)]
+    for one, other in zip(found, expected, strict=True):
+        assert (one.token_ids, one.logprobs) == (other.token_ids, other.logprobs)
+
+
 def test_two_microbatches_in_flight(tmp_path, monkeypatch):
     monkeypatch.setattr("serve.runner.runner.LearnedMicrobatches", AlwaysSplits)
     AlwaysSplits.num_split = 0
@@ -192,11 +205,14 @@ def test_layers_of_other_kinds_read_everything(family, variant, partition, tmp_p
     """Windows and sinks, shared K/V, and states beside layers that see all keys."""
     prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (20, 60, 100)]
     settings = {"dtype": "int8", "max_num_seqs": 4, "max_model_len": 160, "kv_dtype": "int8"}
-    settings |= {"kv_policy": "quest:budget=20%"}
     model = str(checkpoint(family, variant))
-    with LLM(model, **settings) as llm:
-        expected = answers(llm, prompts, params(50))
-    settings |= {"memory_partition": partition}
+    found = []
+    for kv_policy in ("off", "quest:budget=20%,least=1"):
+        with LLM(model, **settings, kv_policy=kv_policy) as llm:
+            found.append(answers(llm, prompts, params(50)))
+    whole, expected = found
+    assert whole != expected
+    settings |= {"memory_partition": partition, "kv_policy": kv_policy}
     with nodes("inproc", 2, tmp_path) as urls, far_engine(urls, tmp_path, model, **settings) as llm:
         assert answers(llm, prompts, params(50)) == expected
 
