@@ -262,8 +262,13 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, as a smoke test")
+    usual = Sizes()
+    parser.add_argument("--context", type=int, nargs="+", default=usual.contexts)
+    parser.add_argument("--sequences", type=int, nargs="+", default=usual.counts)
     options = parser.parse_args()
-    sizes = QUICK if options.quick else Sizes()
+    sizes = replace(usual, contexts=options.context, counts=options.sequences)
+    if options.quick:
+        sizes = QUICK
     with tempfile.TemporaryDirectory(prefix="mergestep-selection-") as folder:
         found = measure(sizes, Path(folder))
     console = Console()
