@@ -198,7 +198,8 @@ class WeightPeers:
                 logger.warning("weights_from: %s: its memory is not used: %s", link.url, error)
                 continue
             seconds = time.monotonic() - began_s
-            self.pulled = Pulled(index.data_end - DATA_START, seconds, num_shared=index.data_end)
+            num_bytes = index.data_end - DATA_START
+            self.pulled = Pulled(num_bytes, seconds, num_shared=num_bytes)
             logger.info(
                 "packed weights: %s in the memory of %s, compared in %.2f s",
                 *(format_memory(index.data_end), link.url, seconds),
@@ -212,7 +213,7 @@ class WeightPeers:
             sizes = f"{format_memory(end)}, and {format_memory(free_bytes)} of memory are free"
             raise PullFailed(f"{links[0].url} has weights of {sizes}")
         began_s = last_s = time.monotonic()
-        pull = Pull(index)
+        pull = Pull(index, self.wants_shared)
 
         def poll() -> None:
             nonlocal last_s
@@ -237,7 +238,7 @@ class WeightPeers:
             pull.num_bytes / 1e9 / seconds,
             pull.num_repeated,
         )
-        return Found(index, data)
+        return Found(index, data, pull.share())
 
     def _index_of(self, link: WeightLink, described: Description) -> Index:
         """Returns the index of a peer's weights."""

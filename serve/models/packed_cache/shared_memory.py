@@ -121,6 +121,20 @@ def _map_private(place: _Place, fd: int, data_end: int) -> Tensor:
     return place.data[:data_end]
 
 
+def try_arena(data_end: int) -> Arena | None:
+    """Returns memory for so many bytes; None if the system has none that others can use well."""
+    try:
+        arena = Arena(data_end)
+    except OSError:
+        return None
+    try:
+        arena.grow(DATA_START + 1)
+    except NotShared:
+        arena.close()
+        return None
+    return arena
+
+
 class Arena:
     """A memfd that is being filled from DATA_START on. Tensors over `data` stay valid when it is
     sealed."""
@@ -145,7 +159,8 @@ class Arena:
         first, self._end = self._end, max(self._end, round_up(end, HUGE))
         base = self.data.data_ptr()
         for at in range(first, self._end, HUGE):
-            ctypes.memset(base + at, 0, 1)  # an empty place cannot become a huge page
+            # an empty place cannot become a huge page; another thread may write to it meanwhile
+            ctypes.c_ubyte.from_address(base + at).value  # noqa: B018
             if not any(_libc.madvise(base + at, HUGE, _COLLAPSE) == 0 for _ in range(_TRIES)):
                 raise NotShared(f"no huge page: {os.strerror(ctypes.get_errno())}")
 
