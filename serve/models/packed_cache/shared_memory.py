@@ -141,6 +141,7 @@ class Arena:
 
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: that the data may have; only what is filled takes memory. OSError."""
+        self._fd = -1
         self._place = _Place(max_bytes)
         self.data = self._place.data
         self._end = DATA_START  # of the huge pages that were made
@@ -148,6 +149,8 @@ class Arena:
         try:
             os.ftruncate(self._fd, len(self.data))
             self._place.map(mmap.MAP_SHARED, self._fd)
+            # what a child can write to cannot be sealed
+            _libc.madvise(self.data.data_ptr(), len(self.data), mmap.MADV_DONTFORK)
         except BaseException:
             self.close()
             raise
@@ -156,13 +159,14 @@ class Arena:
         """Has the memory up to `end` made. NotShared if there is none on huge pages."""
         if end > len(self.data):
             raise NotShared("there are more weights than were expected")
-        first, self._end = self._end, max(self._end, round_up(end, HUGE))
         base = self.data.data_ptr()
-        for at in range(first, self._end, HUGE):
+        while self._end < end:
+            at = base + self._end
             # an empty place cannot become a huge page; another thread may write to it meanwhile
-            ctypes.c_ubyte.from_address(base + at).value  # noqa: B018
-            if not any(_libc.madvise(base + at, HUGE, _COLLAPSE) == 0 for _ in range(_TRIES)):
+            ctypes.c_ubyte.from_address(at).value  # noqa: B018
+            if not any(_libc.madvise(at, HUGE, _COLLAPSE) == 0 for _ in range(_TRIES)):
                 raise NotShared(f"no huge page: {os.strerror(ctypes.get_errno())}")
+            self._end += HUGE
 
     def seal(self) -> SharedMemory:
         """Returns the memory as others may have it; it is not changed any more. OSError."""
@@ -177,3 +181,6 @@ class Arena:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()

@@ -7,6 +7,7 @@ import fcntl
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from serve.models.packed_cache.in_memory import Found, PackedBytes
 from serve.models.packed_cache.layout import CHUNK_BYTES, DATA_START, DamagedCache, Index
 from serve.models.packed_cache.region import HUGE, huge_bytes
 from serve.models.packed_cache.shared_memory import (
+    Arena,
     NotShared,
     SharedMemory,
     is_on_huge_pages,
@@ -273,3 +275,36 @@ def test_where_there_are_no_huge_pages_nothing_is_shared(
         got = pull.run([connected(server.url)], object)
     assert pull.share() is None
     assert torch.equal(got[DATA_START:], data[DATA_START:])
+
+
+def test_memory_of_which_a_page_is_not_huge_is_not_shared(
+    index: Index, data: torch.Tensor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grow = Arena.grow
+
+    def fail_later(self: Arena, end: int) -> None:
+        with monkeypatch.context() as changed:
+            if end > DATA_START + CHUNK_BYTES:
+                changed.setattr("serve.models.packed_cache.shared_memory._COLLAPSE", 9999)
+            grow(self, end)
+
+    monkeypatch.setattr(Arena, "grow", fail_later)
+    with serving(f"inproc://{tmp_path}/w", index, data) as server:
+        pull = Pull(index, is_shared=True)
+        got = pull.run([connected(server.url)], object)
+    assert pull.share() is None
+    assert torch.equal(got[DATA_START:], data[DATA_START:])
+
+
+def test_a_child_does_not_keep_memory_from_being_sealed(data: torch.Tensor) -> None:
+    arena = try_arena(END)
+    assert arena is not None
+    arena.grow(END)
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        assert arena.seal().fileno() >= 0
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
