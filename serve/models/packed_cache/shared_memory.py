@@ -30,6 +30,7 @@ _COLLAPSE = 25  # of madvise, since Linux 6.1
 _TRIES = 3  # the kernel may be using the page
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0xF  # no further seal; no shrinking, growing or writing
+_STEP = 64 << 20  # a call waits for all processors
 _LEAST_HUGE = 0.9  # of the data
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
@@ -144,7 +145,7 @@ class Arena:
         self._fd = -1
         self._place = _Place(max_bytes)
         self.data = self._place.data
-        self._end = DATA_START  # of the huge pages that were made
+        self._end = self._made = DATA_START  # of what was asked for, and of its huge pages
         self._fd = os.memfd_create("mergestep-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, len(self.data))
@@ -159,19 +160,21 @@ class Arena:
         """Has the memory up to `end` made. NotShared if there is none on huge pages."""
         if end > len(self.data):
             raise NotShared("there are more weights than were expected")
-        base = self.data.data_ptr()
-        while self._end < end:
-            at = base + self._end
+        self._end = max(self._end, end)
+        while self._made < end:
+            at, num_bytes = self._made, min(_STEP, len(self.data) - self._made)
             # an empty place cannot become a huge page; another thread may write to it meanwhile
-            ctypes.c_ubyte.from_address(at).value  # noqa: B018
-            if not any(_libc.madvise(at, HUGE, _COLLAPSE) == 0 for _ in range(_TRIES)):
+            self.data[at : at + num_bytes : HUGE].sum()
+            address = self.data.data_ptr() + at
+            if not any(_libc.madvise(address, num_bytes, _COLLAPSE) == 0 for _ in range(_TRIES)):
                 raise NotShared(f"no huge page: {os.strerror(ctypes.get_errno())}")
-            self._end += HUGE
+            self._made += num_bytes
 
     def seal(self) -> SharedMemory:
         """Returns the memory as others may have it; it is not changed any more. OSError."""
-        os.ftruncate(self._fd, self._end)
-        data = _map_private(self._place, self._fd, self._end)
+        num_bytes = round_up(self._end, HUGE)
+        os.ftruncate(self._fd, num_bytes)
+        data = _map_private(self._place, self._fd, num_bytes)
         fcntl.fcntl(self._fd, _F_ADD_SEALS, _SEALS)
         fd, self._fd = self._fd, -1
         return SharedMemory(fd, data)
