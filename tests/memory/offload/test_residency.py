@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from memory.offload import scratch_file
-from tests.support.memory.offloaded_units import BLOCK, Units, units
+from memory.offload.residency import Residency
+from tests.support.memory.offloaded_units import BLOCK, units
 
 
 @pytest.mark.parametrize("io", ["auto", "threads"])
@@ -50,8 +51,10 @@ def a_step(kv, dice):
 
 
 def test_two_layers_must_fit(tmp_path):
-    with pytest.raises(ValueError, match="two layers of the pool"):
-        Units(tmp_path, sizes=[BLOCK] * 4, max_bytes=2 * 32 * BLOCK - 1)
+    with units(tmp_path, sizes=[BLOCK] * 4) as kv:
+        slices = [(0, BLOCK)] * 4
+        with pytest.raises(ValueError, match="two layers of the pool"):
+            Residency(kv.memory, kv.scratch, slices, kv.tile_bytes, 2 * 32 * BLOCK - 1)
 
 
 def test_what_fits_is_never_written(tmp_path):
