@@ -251,7 +251,7 @@ class WeightPeerSettings(WeightMemorySettings):
         are pulled where no file of packed weights is here. Without weight files in the model's
         directory, which then needs config.json and the tokenizer, one of them has to be there.
     weights_listen: where this replica gives its packed weights to others; rank N of several listens
-        at the port plus N.
+        at the port plus N. At shm://, replicas use the same memory.
     weights_key_file: a file with the secret that these replicas share; None: kv_peer_key_file.
     weights_rate_bytes: the most bytes a second that this replica gives; None: what the link takes.
     """

@@ -71,7 +71,7 @@ class TiledNodeAttention:
         self._range_bytes = range_bytes
         self._ops = tiled_ops(layout)
         self.range_tokens = range_bytes // layout.token_bytes
-        selects = any(layout.bounds)
+        selects = layout.has_bounds
         self.local: PlannedAttention = TiledLocalAttention(
             layout,
             address,

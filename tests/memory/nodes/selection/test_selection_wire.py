@@ -49,9 +49,9 @@ def test_a_policy_is_part_of_the_request_where_there_is_one(policy, kv_dtype):
 def test_layers_that_see_all_keys_have_bounds():
     request = replace(REQUEST, kv_dtype="int8", kv_policy=QUEST)
     whole, windowed = NodeLayout(request).groups
-    assert all(whole.bounds) and not any(windowed.bounds)
+    assert None not in whole.bounds and not windowed.has_bounds
     [plain, _] = NodeLayout(replace(request, kv_policy=None)).groups
-    assert not any(plain.bounds) and plain.offsets[1] < whole.offsets[1]
+    assert not plain.has_bounds and plain.offsets[1] < whole.offsets[1]
 
 
 BAD_POLICIES = {
