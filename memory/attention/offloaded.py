@@ -220,7 +220,7 @@ class OffloadedPlan:
         units = self._attention.units
         is_last = layer + 1 == len(self._attention.ops)
         try:
-            out = attend(layer, q.float(), lambda: self.store(layer, k, v, rotation))
+            out = attend(layer, q.float(), lambda: self._append(layer, k, v, rotation))
         except OSError as error:
             units.end()
             raise KVLostError(error.errno, f"K/V on disk: {error.strerror or error}") from error
@@ -232,7 +232,13 @@ class OffloadedPlan:
         return Finished(out.to(q.dtype))
 
     def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
-        """Stores k and v of a layer whose written tiles are resident."""
+        """Stores k and v of a layer, without attention."""
+        units, tiles = self._attention.units, self._tiles
+        units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+        self._append(layer, k, v, rotation)
+        units.end()
+
+    def _append(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         append(self._attention.ops[layer], self._step, k, v, rotation)
 
     def _attend_all(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:

@@ -15,13 +15,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from memory.offload.file import open_file
+from memory.offload.memory import OffloadedMemory
+from memory.offload.residency import Residency
+
 from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
 from memory.attention.seam import AttentionLayer
 from memory.kv_manager import MAX_MAPPINGS, KVManager
-from memory.offload.file import open_file
-from memory.offload.memory import OffloadedMemory
-from memory.offload.residency import Residency
 from memory.pages.layer_groups import LayerGroup
 from memory.policies.selection import Selection
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent
@@ -39,7 +40,8 @@ from serve.units import format_memory
 logger = logging.getLogger(__name__)
 
 NAME = "kv_offload_bytes"
-_ROOM = 1.25  # of memory to the K/V of a layer of the longest sequence, all of which a step may read
+# The least K/V in memory, in layers of the longest sequence: a step may read a whole layer.
+_ROOM = 1.25
 
 
 @dataclass(frozen=True, slots=True)
