@@ -359,6 +359,10 @@ class StepPlan:
         kv_lens: Sequence[int],
         past_only: bool,
     ) -> None: ...
+    def add_recent(self, cache: int, tile_bytes: int, starts: Sequence[int]) -> None: ...
+    def add_bounds(self, cache: int, tile_bytes: int, starts: Sequence[int]) -> None: ...
+    @property
+    def num_tiles(self) -> int: ...
     def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None: ...
 
 class QuantizedAttention:
@@ -377,7 +381,7 @@ class QuantizedAttention:
         sinks: Sequence[float],
         recent_offset: int = 0,
         recent_group: int = 0,
-        bounds_offset: int = 0,
+        bounds_offset: int = -1,
     ) -> None: ...
     def append(
         self, step: StepPlan, k: int, v: int, stride: int, cos: int, sin: int, half: int
@@ -392,6 +396,10 @@ class QuantizedAttention:
         lse: int,
         phase: int = 0,
         sums: int = 0,
+    ) -> None: ...
+    def choose(self, step: StepPlan, q: int, q_stride: int, is_read: int) -> None: ...
+    def attend_chosen(
+        self, step: StepPlan, q: int, q_stride: int, out: int, out_stride: int, lse: int
     ) -> None: ...
 
 class LatentAttention:

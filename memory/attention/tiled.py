@@ -64,7 +64,8 @@ class TiledKVLayout:
         """kv_dtype: one of TILED_TYPES. group: the scale group along head_dim; a smaller one is
         used if it does not divide it. has_bounds: whether K/V is selected."""
         self.layers = list(layers)
-        self.bounds: list[int] = []  # in bytes, per layer, from the start of a tile; 0: none
+        # in bytes, per layer, from the start of a tile; None: the layer has none
+        self.bounds: list[int | None] = []
         self.formats: list[Format] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
@@ -76,7 +77,7 @@ class TiledKVLayout:
             self.offsets.append(offset if owner == number else self.offsets[owner])
             bounds = self.offsets[-1] + form.tile_bytes
             is_selected = has_bounds and is_selectable(layer) and is_selectable(self.layers[owner])
-            self.bounds.append(bounds if is_selected else 0)
+            self.bounds.append(bounds if is_selected else None)
             if owner == number:
                 offset = bounds
                 if is_selected:
@@ -91,6 +92,10 @@ class TiledKVLayout:
     @property
     def token_bytes(self) -> int:
         return self.tile_bytes // TILE_TOKENS
+
+    @property
+    def has_bounds(self) -> bool:
+        return any(offset is not None for offset in self.bounds)
 
     @staticmethod
     def supports(layers: Sequence[AttentionLayer], kv_dtype: str) -> bool:
@@ -167,7 +172,7 @@ def _op(
     form: Format,
     offset_bytes: int,
     recent: tuple[int, int] | None,
-    bounds_offset: int,
+    bounds_offset: int | None,
 ) -> TiledOp:
     if isinstance(form, LatentKVFormat):
         return LatentAttention(
@@ -213,7 +218,7 @@ class TiledLocalAttention:
         Both only without is_eager."""
         assert recent is None or not is_eager, "a recent store is read in one call"
         assert selection is None or not is_eager, "what is selected is read in one call"
-        self._selection = selection if any(layout.bounds) else None
+        self._selection = selection if layout.has_bounds else None
         self._layout = layout
         self._is_eager = is_eager
         self._address = address

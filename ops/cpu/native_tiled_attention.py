@@ -47,11 +47,20 @@ class TiledAttentionStep:
         assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
         self.plan.add_recent(address, tile_bytes, starts)
 
+    def add_bounds(self, address: int, tile_bytes: int, starts: Sequence[int]) -> None:
+        """Adds the store of the bounds of the keys, as for K/V: layers with bounds write and read
+        them there, and the offset of their bounds counts from the start of its tiles."""
+        assert len(starts) == len(self._counts), "one range for each sequence"
+        self.plan.add_bounds(address, tile_bytes, starts)
+
     def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None:
         """Makes the last num_selecting[i] rows of sequence i read a part of their tiles in layers
         with bounds. budgets: for each of these rows the number of tiles, its own included, which
-        is read in any case; a row with a recent store also reads its whole block."""
-        assert not self._is_prefix_only, "the rows of a prefix_only step have no own keys"
+        is read in any case; a row with a recent store also reads its whole block.
+
+        Rows of a prefix_only step choose among the complete tiles of the prefix and read what
+        follows these in any case. Their budgets are those for all keys: tiles from the end of the
+        complete ones to that of the row's own position are taken from them."""
         rows = zip(num_selecting, self._counts, strict=True)
         assert all(0 <= n <= count for n, count in rows), f"{num_selecting=} of {self._counts}"
         assert len(budgets) == sum(num_selecting), "a budget for each row that selects"
@@ -67,7 +76,8 @@ class TiledAttention:
     leaves sinks out, because they belong to the part with the row's own key. recent: the offset in
     bytes and the group of the layer in the int8 store of steps that have one (quant/kv.py:
     RECENT_BLOCK). bounds_offset: where the bounds of the layer's keys begin in a tile, which append
-    writes and rows that `select` use; 0: none, as with a window or slopes.
+    writes and rows that `select` use: in a tile of the store of bounds of a step that has one, in
+    one of K/V otherwise; None: none, as with a window or slopes.
     """
 
     bits: int
@@ -87,14 +97,16 @@ class TiledAttention:
         slopes: Sequence[float] = (),
         sinks: Sequence[float] = (),
         recent: tuple[int, int] | None = None,
-        bounds_offset: int = 0,
+        bounds_offset: int | None = None,
     ) -> None:
         assert head_dim % 16 == 0 and head_dim <= library().MAX_HEAD_DIM, f"{head_dim=}"
         assert group >= self.min_group and (group == 8 or group % 16 == 0), f"{group=}"
         assert head_dim % group == 0, f"{head_dim=} {group=}"
         assert num_heads % num_kv_heads == 0, f"{num_heads=} {num_kv_heads=}"
         assert len(slopes) in (0, num_heads) and len(sinks) in (0, num_heads), "one for each head"
-        assert not bounds_offset or (window is None and not slopes), "rows that see all keys select"
+        has_bounds, sees_all = bounds_offset is not None, window is None and not slopes
+        assert sees_all or not has_bounds, "rows that see all keys select"
+        self._sees_all = sees_all
         self._shape = (num_heads, num_kv_heads, head_dim)
         self._op: Any = library().QuantizedAttention(
             offset_bytes,
@@ -109,9 +121,9 @@ class TiledAttention:
             list(slopes),
             list(sinks),
             *(recent or (0, 0)),
-            bounds_offset,
+            -1 if bounds_offset is None else bounds_offset,
         )
-        self._is_one_call = recent is not None or bounds_offset > 0
+        self._is_one_call = recent is not None or has_bounds
 
     def append(
         self, step: TiledAttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -149,20 +161,52 @@ class TiledAttention:
         A row that sees no key gets 0 and an lse of -inf. The bits of a row and head depend neither
         on other rows nor on other K/V heads, nor on `begun`, which is overwritten.
         """
-        if lse is not None:
-            assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
+        _check_lse(lse, q)
         out = torch.empty(q.shape, dtype=torch.float32)
         phase = () if begun is None else (FINISH, begun.data_ptr())
         self._attend(step, q, out.data_ptr(), address(lse), *phase)
         return out
 
+    def choose(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
+        """Returns which tiles of K/V `attend_chosen` reads for any head of any row: uint8, 1 or 0,
+        one for each tile of each sequence, the tiles of the sequences one after the other. Reads
+        bounds, but no K/V. Rows that do not select read all tiles. The layer has no window."""
+        assert self._sees_all, "a layer whose rows see all keys"
+        q = self._checked(step, q)
+        is_read = torch.empty(step.plan.num_tiles, dtype=torch.uint8)
+        self._op.choose(step.plan, q.data_ptr(), q.stride(0), is_read.data_ptr())
+        return is_read
+
+    def attend_chosen(
+        self, step: TiledAttentionStep, q: Tensor, lse: Tensor | None = None
+    ) -> Tensor:
+        """The same as `attend`, with the same bits, over the tiles that the calling thread chose
+        last, which must be for this layer and step and the same q."""
+        _check_lse(lse, q)
+        q = self._checked(step, q)
+        heads, _, dim = self._shape
+        out = torch.empty(q.shape, dtype=torch.float32)
+        self._op.attend_chosen(
+            step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), heads * dim, address(lse)
+        )
+        return out
+
     def _attend(self, step: TiledAttentionStep, q: Tensor, out: int, lse: int, *phase: int) -> None:
         """phase: none for one call; else its number and the address of the sums."""
         heads, _, dim = self._shape
-        assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
-        if q.stride()[1:] != (dim, 1):
-            q = q.contiguous()
+        q = self._checked(step, q)
         self._op.attend(step.plan, q.data_ptr(), q.stride(0), out, heads * dim, lse, *phase)
+
+    def _checked(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
+        """Returns q with dense heads."""
+        heads, _, dim = self._shape
+        assert q.dtype == torch.float32 and q.shape == (step.num_rows, heads, dim)
+        return q if q.stride()[1:] == (dim, 1) else q.contiguous()
+
+
+def _check_lse(lse: Tensor | None, q: Tensor) -> None:
+    if lse is not None:
+        assert lse.shape == q.shape[:2] and lse.dtype == torch.float32 and lse.is_contiguous()
 
 
 class Int8Attention(TiledAttention):

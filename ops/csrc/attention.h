@@ -108,10 +108,17 @@ struct RecentStore {
   CacheLayer cache;
 };
 
+// Where the bounds of a layer's keys lie (see kv_bounds.inl): `step` has the step's sequences with the bases and
+// the tiles of the store that holds them, which is that of K and V or one beside it.
+struct KeyBounds {
+  Step step;
+  size_t offset;  // of the layer's bounds, from the start of a tile of this store
+};
+
 // Which tiles rows read (see attention_select.inl). num_selecting: for each sequence, how many of its last
 // rows read a part of its tiles. budgets: for each of these rows the number of tiles, its own included.
 struct Selection {
-  size_t bounds_offset;  // of the layer's bounds, from the start of a tile
+  KeyBounds bounds;
   const int* num_selecting;
   const int* budgets;
 };

@@ -11,6 +11,12 @@
 //
 // Rows then attend to the chosen tiles in the order of their positions as to a shorter sequence, by a table
 // (SequenceRows::tiles). Rows that read everything are left to `attend` and have the bits that it gives.
+//
+// Where a step's rows attend to the keys before the step alone, they choose among the tiles of these, with the
+// budgets that they have where their own keys lie after these. A last tile that is not complete is read in any case.
+//
+// Choosing and attending can be two calls, so that the chosen tiles are brought to memory in between. What was
+// chosen stays in memory of the calling thread.
 
 namespace MS_ISA {
 namespace {
@@ -40,12 +46,16 @@ MS_INLINE i32x16 sums_of(i32x16 (&x)[16]) {
 #endif
 }
 
-// A row that reads a part of its tiles. scored: how many tiles have bounds; chosen: how many of them
-// are read; numbers: where its scores and table begin.
+// A row that reads a part of its tiles. bounds: those of its sequence's first tile; scored: how many tiles have
+// bounds; chosen: how many of them are read; rest: how many keys of the tile after these are read; numbers: where
+// its scores and table begin.
 struct SelectedRow {
   SequenceRows seq;
-  int scored, chosen, stride;
+  const uint8_t* bounds;
+  int scored, chosen, rest, stride;
   size_t numbers;
+
+  int num_read() const { return chosen + (rest > 0 ? 1 : 0); }
 };
 
 struct ScoreTask { int row, first; };
@@ -57,7 +67,14 @@ struct SelectMemory {
   List<ScoreTask> tasks;
   List<float> scores;
   List<int32_t> tables;
+  const SequenceRows* step = nullptr;  // of which and of whose layer the tables are
+  const AttentionLayer* layer = nullptr;
 };
+
+SelectMemory& select_memory() {
+  static thread_local SelectMemory memory;
+  return memory;
+}
 
 // What multiplies the bounds, as bytes without signs, [K/V heads][2 * D, padded]: sums over the query heads of a
 // K/V head, of what is above zero and then of what is below.
@@ -101,8 +118,8 @@ class Selector {
  public:
   Selector(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, const Selection& selection,
            SelectMemory& memory)
-      : step_(step), layer_(layer), q_(q), q_stride_(q_stride), shape_(layer.cache),
-        bounds_(layer.cache, selection.bounds_offset), memory_(memory) {}
+      : step_(step), layer_(layer), q_(q), q_stride_(q_stride), bounds_(selection.bounds), shape_(layer.cache),
+        bounds_shape_(layer.cache), memory_(memory) {}
 
   // Divides the step's rows into those that read everything and those that choose.
   void divide(const Selection& selection, const RecentStore* recent) {
@@ -125,9 +142,11 @@ class Selector {
         if (own) memory_.part_recent.push_back(rows_of(*own, i, 1));
         memory_.part.push_back(one);
         if (budget >= all) continue;
-        const int scored = own ? first_recent(one.first_position) / TILE : all - 1;
+        const int scored = own ? first_recent(one.first_position) / TILE : std::min(all - 1, one.kv_len / TILE);
         const int kept = budget - (all - scored), stride = (scored + 15) / 16 * 16 + 16;
-        memory_.rows.push_back({one, scored, kept > 0 ? kept : 0, stride, numbers});
+        const int rest = own ? 0 : one.kv_len - scored * TILE;
+        const uint8_t* bounds = bounds_.step.sequences[s].base + bounds_.offset;
+        memory_.rows.push_back({one, bounds, scored, kept > 0 ? kept : 0, rest, stride, numbers});
         numbers += static_cast<size_t>(stride) * layer_.cache.num_kv_heads;
       }
     }
@@ -144,25 +163,50 @@ class Selector {
   }
 
   // Writes the tables of chosen tiles, and makes the rows read these.
-  void choose(bool has_recent) {
+  void choose() {
     const int heads = layer_.cache.num_kv_heads;
-    ms::Team::get().parallel(static_cast<int>(memory_.rows.size()) * heads, [&](int i) {
-      choose_of_head(memory_.rows[i / heads], i % heads, !has_recent);
-    });
+    ms::Team::get().parallel(static_cast<int>(memory_.rows.size()) * heads,
+                             [&](int i) { choose_of_head(memory_.rows[i / heads], i % heads); });
     size_t at = 0;
     for (const SelectedRow& row : memory_.rows) {
       while (memory_.part[at].first_row != row.seq.first_row) at++;
       SequenceRows& seq = memory_.part[at];
       seq.tiles = memory_.tables.data() + row.numbers;
       seq.tiles_stride = row.stride;
-      seq.kv_len = row.chosen * TILE + (has_recent ? 0 : seq.first_position % TILE + 1);
+      seq.kv_len = row.chosen * TILE + row.rest;
+    }
+  }
+
+  // Writes which tiles of each sequence any head of its rows reads.
+  void mark(bool has_recent, uint8_t* is_read) const {
+    size_t whole = 0, part = 0, row = 0;
+    for (int s = 0; s < step_.num_sequences; s++) {
+      const SequenceRows& seq = step_.sequences[s];
+      const int end = seq.first_row + seq.num_rows, num_tiles = (seq.kv_len + TILE - 1) / TILE;
+      std::memset(is_read, 0, num_tiles);
+      for (; whole < memory_.whole.size() && memory_.whole[whole].first_row < end; whole++)
+        mark_all(memory_.whole[whole], has_recent, is_read);
+      for (; part < memory_.part.size() && memory_.part[part].first_row < end; part++)
+        if (memory_.part[part].tiles) mark_table(memory_.rows[row++], is_read);
+        else mark_all(memory_.part[part], has_recent, is_read);
+      is_read += num_tiles;
     }
   }
 
  private:
+  // Rows that read everything read all tiles that the last of them sees.
+  static void mark_all(const SequenceRows& seq, bool has_recent, uint8_t* is_read) {
+    const int end = has_recent ? first_recent(seq.first_position + seq.num_rows - 1) : seq.kv_len;
+    std::memset(is_read, 1, (end + TILE - 1) / TILE);
+  }
+  void mark_table(const SelectedRow& row, uint8_t* is_read) const {
+    const int32_t* table = memory_.tables.data() + row.numbers;
+    for (int h = 0; h < layer_.cache.num_kv_heads; h++, table += row.stride)
+      for (int i = 0; i < row.num_read(); i++) is_read[table[i]] = 1;
+  }
   static SequenceRows rows_of(const SequenceRows& seq, int first, int count) {
     const int position = seq.first_position + first;
-    return {seq.base, seq.first_row + first, count, position + count, position};
+    return {seq.base, seq.first_row + first, count, std::min(position + count, seq.kv_len), position};
   }
   static bool reads_everything(const SequenceRows& seq, int before, const int* budgets) {
     for (int i = before; i < seq.num_rows; i++)
@@ -173,7 +217,7 @@ class Selector {
   void run(const ScoreTask& task) {
     static thread_local RowSides sides;
     const SelectedRow& row = memory_.rows[task.row];
-    round_to_sides(layer_, shape_, bounds_.head_bytes, q_ + row.seq.first_row * q_stride_, sides);
+    round_to_sides(layer_, shape_, bounds_shape_.head_bytes, q_ + row.seq.first_row * q_stride_, sides);
     const int end = task.first + SCORED_TILES < row.scored ? task.first + SCORED_TILES : row.scored;
     for (int tile = task.first; tile < task.first + TILES_AHEAD; tile++) prefetch(bounds_of(row, tile));
     for (int tile = task.first; tile < task.first + 16; tile++) fetch(row, tile);
@@ -182,13 +226,13 @@ class Selector {
 
   const uint8_t* bounds_of(const SelectedRow& row, int tile) const {
     const int existing = tile < row.scored ? tile : row.scored - 1;
-    return row.seq.base + static_cast<size_t>(existing) * step_.tile_bytes + bounds_.offset;
+    return row.bounds + static_cast<size_t>(existing) * bounds_.step.tile_bytes;
   }
 
   // Prefetches the bounds of a tile, whose address has been translated by then.
   MS_INLINE void fetch(const SelectedRow& row, int tile) const {
     const uint8_t* at = bounds_of(row, tile);
-    for (size_t line = 0; line <= bounds_.scales; line += 64) prefetch(at + line);
+    for (size_t line = 0; line <= bounds_shape_.scales; line += 64) prefetch(at + line);
   }
 
   // Scores 16 tiles from `first` on for all K/V heads.
@@ -201,14 +245,14 @@ class Selector {
     }
     for (int h = 0; h < kv_heads; h++) {
       for (int i = 16 * h / kv_heads; i < 16 * (h + 1) / kv_heads; i++) fetch(row, first + 16 + i);
-      const size_t at = h * bounds_.head_bytes;
+      const size_t at = h * bounds_shape_.head_bytes;
       uint16_t halves[16];
       i32x16 sums[16];
       unroll<16>([&](auto i) MS_LAMBDA {
-        std::memcpy(halves + i, tiles[i] + bounds_.scales + 2 * h, 2);
+        std::memcpy(halves + i, tiles[i] + bounds_shape_.scales + 2 * h, 2);
         sums[i] = dot_u8_i8(i32x16{}, load<i32x16>(sides.bytes.data() + at), load<i32x16>(tiles[i] + at));
       });
-      for (size_t line = 64; line < bounds_.head_bytes; line += 64) {
+      for (size_t line = 64; line < bounds_shape_.head_bytes; line += 64) {
         const i32x16 some = load<i32x16>(sides.bytes.data() + at + line);
         unroll<16>([&](auto i) MS_LAMBDA { sums[i] = dot_u8_i8(sums[i], some, load<i32x16>(tiles[i] + at + line)); });
       }
@@ -262,7 +306,7 @@ class Selector {
   }
 
   // Of tiles with the same score at the edge, the newest are chosen.
-  void choose_of_head(const SelectedRow& row, int h, bool with_own) {
+  void choose_of_head(const SelectedRow& row, int h) {
     const size_t at = row.numbers + static_cast<size_t>(h) * row.stride;
     int32_t* table = memory_.tables.data() + at;
     int count = 0;
@@ -275,35 +319,65 @@ class Selector {
         if (orders[i] == least) orders[i] = INT32_MIN, left_out--;
       for (int i = 0; i < row.scored; i += 16) count += list_chosen(orders, i, least, table + count);
     }
-    if (with_own) table[count] = row.seq.first_position / TILE;
+    if (row.rest > 0) table[count] = row.scored;
   }
 
   const Step& step_;
   const AttentionLayer& layer_;
   const float* q_;
   size_t q_stride_;
+  const KeyBounds& bounds_;
   const HeadShape shape_;
-  const BoundsShape bounds_;
+  const BoundsShape bounds_shape_;
   SelectMemory& memory_;
 };
 
-void attend_selected(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
-                     size_t out_stride, float* lse, const RecentStore* recent, const Selection& selection) {
-  static thread_local SelectMemory memory;
+// Divides the rows and chooses tiles; what follows is in memory of the calling thread.
+Selector selected(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride,
+                  const RecentStore* recent, const Selection& selection) {
+  SelectMemory& memory = select_memory();
   Selector selector(step, layer, q, q_stride, selection, memory);
   selector.divide(selection, recent);
-  if (memory.rows.empty()) return attend(step, layer, q, q_stride, out, out_stride, lse, {}, recent);
-  selector.score();
-  selector.choose(recent != nullptr);
+  if (!memory.rows.empty()) selector.score(), selector.choose();
+  memory.step = step.sequences, memory.layer = &layer;
+  return selector;
+}
+
+void choose_tiles(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride,
+                  const RecentStore* recent, const Selection& selection, uint8_t* is_read) {
+  selected(step, layer, q, q_stride, recent, selection).mark(recent != nullptr, is_read);
+}
+
+// Returns whether the step's rows attend to the keys before the step alone.
+bool has_only_prefixes(const Step& step) { return step.sequences[0].first_position >= step.sequences[0].kv_len; }
+
+bool attend_chosen(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
+                   size_t out_stride, float* lse, const RecentStore* recent) {
+  const SelectMemory& memory = select_memory();
+  if (memory.step != step.sequences || memory.layer != &layer) return false;
+  if (memory.rows.empty()) {
+    attend(step, layer, q, q_stride, out, out_stride, lse, {}, recent);
+    return true;
+  }
+  // Sinks belong to the part with the rows' own keys, which a table hides from `attend`.
+  AttentionLayer part_layer = layer;
+  if (has_only_prefixes(step)) part_layer.sinks = nullptr;
   const auto attend_to = [&](const List<SequenceRows>& sequences, const List<SequenceRows>& own) {
     if (sequences.empty()) return;
     const Step some{sequences.data(), static_cast<int>(sequences.size()), step.tile_bytes};
-    if (!recent) return attend(some, layer, q, q_stride, out, out_stride, lse, {}, nullptr);
+    if (!recent) return attend(some, part_layer, q, q_stride, out, out_stride, lse, {}, nullptr);
     const RecentStore blocks{{own.data(), some.num_sequences, recent->step.tile_bytes}, recent->cache};
-    attend(some, layer, q, q_stride, out, out_stride, lse, {}, &blocks);
+    attend(some, part_layer, q, q_stride, out, out_stride, lse, {}, &blocks);
   };
   attend_to(memory.whole, memory.whole_recent);
   attend_to(memory.part, memory.part_recent);
+  return true;
+}
+
+void attend_selected(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
+                     size_t out_stride, float* lse, const RecentStore* recent, const Selection& selection) {
+  selected(step, layer, q, q_stride, recent, selection);
+  attend_chosen(step, layer, q, q_stride, out, out_stride, lse, recent);
 }
 
 }  // namespace

@@ -30,9 +30,13 @@ class StepPlan {
   }
   // Adds the store of the rows' own blocks.
   void add_recent(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts) {
-    recent_ = sequences_;
+    recent_ = moved_to(cache, starts);
     recent_tile_bytes_ = tile_bytes;
-    for (size_t i = 0; i < starts.size(); i++) recent_[i].base = pointer<uint8_t>(cache) + starts[i];
+  }
+  // Adds the store of the bounds of the keys, which otherwise lie in the tiles of the keys.
+  void add_bounds(uintptr_t cache, size_t tile_bytes, const std::vector<size_t>& starts) {
+    bounds_ = moved_to(cache, starts);
+    bounds_tile_bytes_ = tile_bytes;
   }
   // Makes the last num_selecting[i] rows of sequence i read so many tiles each, where a layer has bounds.
   void select(std::vector<int> num_selecting, std::vector<int> budgets) {
@@ -41,7 +45,19 @@ class StepPlan {
   }
   bool has_recent() const { return !recent_.empty(); }
   bool selects() const { return !budgets_.empty(); }
-  Selection selection(size_t bounds_offset) const { return {bounds_offset, num_selecting_.data(), budgets_.data()}; }
+  // offset: of a layer's bounds in a tile of the store that has them.
+  KeyBounds bounds(size_t offset) const {
+    return {bounds_.empty() ? get() : step_of(bounds_, bounds_tile_bytes_), offset};
+  }
+  Selection selection(size_t bounds_offset) const {
+    return {bounds(bounds_offset), num_selecting_.data(), budgets_.data()};
+  }
+  // The number of tiles of all sequences, one after the other.
+  size_t num_tiles() const {
+    size_t count = 0;
+    for (const SequenceRows& seq : sequences_) count += (seq.kv_len + TILE - 1) / TILE;
+    return count;
+  }
   Step get() const { return step_of(sequences_, tile_bytes_); }
   Step recent() const { return step_of(recent_, recent_tile_bytes_); }
 
@@ -49,8 +65,13 @@ class StepPlan {
   static Step step_of(const std::vector<SequenceRows>& sequences, size_t tile_bytes) {
     return {sequences.data(), static_cast<int>(sequences.size()), tile_bytes};
   }
-  std::vector<SequenceRows> sequences_, recent_;
-  size_t tile_bytes_, recent_tile_bytes_ = 0;
+  std::vector<SequenceRows> moved_to(uintptr_t cache, const std::vector<size_t>& starts) const {
+    std::vector<SequenceRows> moved = sequences_;
+    for (size_t i = 0; i < starts.size(); i++) moved[i].base = pointer<uint8_t>(cache) + starts[i];
+    return moved;
+  }
+  std::vector<SequenceRows> sequences_, recent_, bounds_;
+  size_t tile_bytes_, recent_tile_bytes_ = 0, bounds_tile_bytes_ = 0;
   std::vector<int> num_selecting_, budgets_;
 };
 

@@ -279,11 +279,18 @@ struct Kernels {
   void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
                     int count);
   // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
-  void (*bound_keys)(const Step&, const CacheLayer&, size_t bounds_offset);
+  void (*bound_keys)(const Step&, const CacheLayer&, const KeyBounds&);
   // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a
   // window nor slopes.
   void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
                           size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
+  // attend_selected in two calls of one thread, between which the tiles can be brought to memory. The first writes
+  // which tiles of each sequence the rows read, a byte for each of its tiles, one sequence after the other. The
+  // second returns false unless the thread's last choice was for this step and layer.
+  void (*choose_tiles)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, const RecentStore* recent,
+                       const Selection&, uint8_t* is_read);
+  bool (*attend_chosen)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
+                        size_t out_stride, float* lse, const RecentStore* recent);
 };
 
 const Kernels* portable_kernels();

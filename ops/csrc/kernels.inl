@@ -63,7 +63,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::linear_heads, MS_ISA::round_rows, MS_ISA::linear_superblocks,
                               MS_ISA::multiply_f32, MS_ISA::attend_linear, MS_ISA::convolve, MS_ISA::gate_and_norm,
                               MS_ISA::add_key_scores, MS_ISA::gather_kv,
-                              MS_ISA::bound_keys, MS_ISA::attend_selected};
+                              MS_ISA::bound_keys, MS_ISA::attend_selected,
+                              MS_ISA::choose_tiles, MS_ISA::attend_chosen};
   return &all;
 }
 }  // namespace ms

@@ -1,7 +1,8 @@
 // Bounds of the keys of a tile, from which attention_select.inl estimates which tiles matter to a query.
 // Included once per instruction set.
 //
-// After the parts of all K/V heads in a tile, a layer that selects has for each head
+// After the parts of all K/V heads in a tile, or in a tile of a store beside it (KeyBounds), a layer that selects
+// has for each head
 //   the bounds of K [2 * D] signed bytes, padded to 64: the maximum of each dimension over the tile's 16
 //   tokens, then minus the minimum;
 // then a scale of each head, fp16, padded to 64 bytes. Bounds are those of the stored values, rounded
@@ -12,9 +13,9 @@ namespace MS_ISA {
 namespace {
 
 struct BoundsShape {
-  size_t offset, head_bytes, scales;  // from the start of a tile; of a head; from the start of the bounds
-  BoundsShape(const CacheLayer& c, size_t offset)
-      : offset(offset), head_bytes((2 * static_cast<size_t>(c.head_dim) + 63) / 64 * 64),
+  size_t head_bytes, scales;  // of a head; from the start of the bounds
+  explicit BoundsShape(const CacheLayer& c)
+      : head_bytes((2 * static_cast<size_t>(c.head_dim) + 63) / 64 * 64),
         scales(head_bytes * c.num_kv_heads) {}
 };
 
@@ -57,25 +58,29 @@ __attribute__((noinline)) void bound_head(const HeadShape& shape, const uint8_t*
 }
 
 // Writes the bounds of the tiles that the step's rows complete.
-void bound_keys(const Step& step, const CacheLayer& layer, size_t offset) {
-  static thread_local List<uint8_t*> tiles;
+void bound_keys(const Step& step, const CacheLayer& layer, const KeyBounds& bounds) {
+  struct Tile {
+    const uint8_t* keys;
+    uint8_t* bounds;
+  };
+  static thread_local List<Tile> tiles;
   tiles.clear();
   for (int s = 0; s < step.num_sequences; s++) {
     const SequenceRows& seq = step.sequences[s];
     const int end = (seq.first_position + seq.num_rows) / TILE;
-    for (int tile = seq.first_position / TILE; tile < end; tile++)
-      tiles.push_back(seq.base + static_cast<size_t>(tile) * step.tile_bytes);
+    for (size_t tile = seq.first_position / TILE; tile < static_cast<size_t>(end); tile++)
+      tiles.push_back({seq.base + tile * step.tile_bytes + layer.offset_bytes,
+                       bounds.step.sequences[s].base + tile * bounds.step.tile_bytes + bounds.offset});
   }
   if (tiles.empty()) return;
   const HeadShape shape(layer);
-  const BoundsShape bounds(layer, offset);
-  uint8_t* const* all = tiles.data();
+  const BoundsShape bounds_shape(layer);
+  const Tile* all = tiles.data();
   ms::Team::get().parallel(static_cast<int>(tiles.size()), [&](int i) {
-    uint8_t* to = all[i] + bounds.offset;
+    uint8_t* to = all[i].bounds;
     for (int h = 0; h < layer.num_kv_heads; h++) {
-      auto* head = reinterpret_cast<int8_t*>(to + h * bounds.head_bytes);
-      bound_head(shape, all[i] + layer.offset_bytes + h * shape.bytes, head,
-                 reinterpret_cast<uint16_t*>(to + bounds.scales) + h);
+      auto* head = reinterpret_cast<int8_t*>(to + h * bounds_shape.head_bytes);
+      bound_head(shape, all[i].keys + h * shape.bytes, head, reinterpret_cast<uint16_t*>(to + bounds_shape.scales) + h);
     }
   });
 }

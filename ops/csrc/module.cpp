@@ -4,6 +4,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <cstring>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
@@ -19,13 +21,15 @@ namespace {
 
 // Attention over K/V with `bits` of 8 or 4. recent_group: the group of a second store with 8 bits, whose
 // part of a tile begins at recent_offset; 0: there is none. It takes part in steps that have it. bounds_offset:
-// where the bounds of the layer's keys begin in a tile; 0: it has none, and rows read everything.
+// where the bounds of the layer's keys begin in a tile of the store that has them; -1: it has none, and rows read
+// everything.
 class QuantizedAttention {
  public:
   QuantizedAttention(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int group, int bits,
                      float scale, int window, float soft_cap, std::vector<float> slopes, std::vector<float> sinks,
-                     size_t recent_offset, int recent_group, size_t bounds_offset)
-      : bounds_offset_(bounds_offset), recent_{recent_offset, num_kv_heads, head_dim, recent_group, 8}, slopes_(std::move(slopes)), sinks_(std::move(sinks)) {
+                     size_t recent_offset, int recent_group, ptrdiff_t bounds_offset)
+      : bounds_offset_(bounds_offset), recent_{recent_offset, num_kv_heads, head_dim, recent_group, 8},
+        slopes_(std::move(slopes)), sinks_(std::move(sinks)) {
     layer_ = {{offset_bytes, num_kv_heads, head_dim, group, bits}, num_heads, scale, window, soft_cap,
               slopes_.empty() ? nullptr : slopes_.data(), sinks_.empty() ? nullptr : sinks_.data()};
   }
@@ -36,13 +40,13 @@ class QuantizedAttention {
     kernels().append_kv(step.get(), layer_.cache, pointer<float>(k), pointer<float>(v), stride, rotation);
     if (has_recent(step))
       kernels().append_kv(step.recent(), recent_, pointer<float>(k), pointer<float>(v), stride, rotation);
-    if (bounds_offset_) kernels().bound_keys(step.get(), layer_.cache, bounds_offset_);
+    if (bounds_offset_ >= 0) kernels().bound_keys(step.get(), layer_.cache, step.bounds(bounds_offset_));
   }
   void attend(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t out, size_t out_stride,
               uintptr_t lse, int phase, uintptr_t sums) const {
     nb::gil_scoped_release release;
     const RecentStore recent{step.recent(), recent_};
-    if (bounds_offset_ && step.selects())
+    if (selects(step))
       return kernels().attend_selected(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
                                        pointer<float>(lse), has_recent(step) ? &recent : nullptr,
                                        step.selection(bounds_offset_));
@@ -50,11 +54,35 @@ class QuantizedAttention {
                      pointer<float>(lse), {static_cast<Phase>(phase), pointer<float>(sums)},
                      has_recent(step) ? &recent : nullptr);
   }
+  // Writes which tiles of each sequence rows read: all where they do not select.
+  void choose(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t is_read) const {
+    nb::gil_scoped_release release;
+    if (!selects(step)) {
+      std::memset(pointer<uint8_t>(is_read), 1, step.num_tiles());
+      return;
+    }
+    const RecentStore recent{step.recent(), recent_};
+    kernels().choose_tiles(step.get(), layer_, pointer<float>(q), q_stride, has_recent(step) ? &recent : nullptr,
+                           step.selection(bounds_offset_), pointer<uint8_t>(is_read));
+  }
+  void attend_chosen(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t out, size_t out_stride,
+                     uintptr_t lse) const {
+    if (!selects(step)) return attend(step, q, q_stride, out, out_stride, lse, 0, 0);
+    bool is_chosen;
+    {
+      nb::gil_scoped_release release;
+      const RecentStore recent{step.recent(), recent_};
+      is_chosen = kernels().attend_chosen(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out),
+                                          out_stride, pointer<float>(lse), has_recent(step) ? &recent : nullptr);
+    }
+    if (!is_chosen) throw std::logic_error("the thread's last choice of tiles was for another step or layer");
+  }
 
  private:
+  bool selects(const StepPlan& step) const { return bounds_offset_ >= 0 && step.selects(); }
   bool has_recent(const StepPlan& step) const { return recent_.group > 0 && step.has_recent(); }
 
-  size_t bounds_offset_;  // 0: the layer has none
+  ptrdiff_t bounds_offset_;  // -1: the layer has none
   CacheLayer recent_;
   std::vector<float> slopes_, sinks_;
   AttentionLayer layer_;
@@ -196,16 +224,20 @@ NB_MODULE(_native, m) {
       .def(nb::init<uintptr_t, size_t, const std::vector<size_t>&, const std::vector<int>&,
                     const std::vector<int>&, bool>())
       .def("add_recent", &StepPlan::add_recent)
+      .def("add_bounds", &StepPlan::add_bounds)
+      .def_prop_ro("num_tiles", &StepPlan::num_tiles)
       .def("select", &StepPlan::select);
   nb::class_<QuantizedAttention>(m, "QuantizedAttention")
       .def(nb::init<size_t, int, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>, size_t,
-                    int, size_t>(),
+                    int, ptrdiff_t>(),
            "offset"_a, "num_heads"_a, "num_kv_heads"_a, "head_dim"_a, "group"_a, "bits"_a, "scale"_a, "window"_a,
            "soft_cap"_a, "slopes"_a, "sinks"_a, "recent_offset"_a = 0, "recent_group"_a = 0,
-           "bounds_offset"_a = 0)
+           "bounds_offset"_a = -1)
       .def("append", &QuantizedAttention::append)
       .def("attend", &QuantizedAttention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
-           "phase"_a = 0, "sums"_a = 0);
+           "phase"_a = 0, "sums"_a = 0)
+      .def("choose", &QuantizedAttention::choose)
+      .def("attend_chosen", &QuantizedAttention::attend_chosen);
   m.def("prefill_plain", &prefill_plain);
   m.def("merge_partials", &merge_partials);
   m.def("quantize_heads", &quantize_heads);

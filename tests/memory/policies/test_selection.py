@@ -59,16 +59,16 @@ def test_bounds_follow_the_layers_that_see_all_keys(kv_dtype: str) -> None:
     plain = make_layout(layers, kv_dtype, 64)
     layout = make_layout(layers, kv_dtype, 64, has_bounds=True)
     assert isinstance(plain, TiledKVLayout) and isinstance(layout, TiledKVLayout)
-    assert plain.bounds == [0] * 6
+    assert plain.bounds == [None] * 6
     sizes = [form.tile_bytes for form in layout.formats]
     of_64, of_80 = bounds_bytes(2, 64), bounds_bytes(4, 80)
     second = sizes[0] + of_64
     third = second + sizes[1]
     last = third + sizes[2] + of_80
     assert layout.offsets == [0, second, third, 0, second, last]
-    assert layout.bounds == [sizes[0], 0, third + sizes[2], sizes[0], 0, 0]
+    assert layout.bounds == [sizes[0], None, third + sizes[2], sizes[0], None, None]
     assert layout.tile_bytes == plain.tile_bytes + of_64 + of_80
-    assert all(offset % 64 == 0 for offset in (*layout.offsets, *layout.bounds))
+    assert all(offset % 64 == 0 for offset in (*layout.offsets, *filter(None, layout.bounds)))
 
 
 def test_bounds_are_a_sixteenth_of_int8_kv() -> None:

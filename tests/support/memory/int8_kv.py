@@ -21,7 +21,7 @@ from quant.kv import (
 
 class Cache:
     """K/V of one or more sequences in two layers; only the second is used. has_bounds: whether it
-    keeps the bounds of its keys."""
+    keeps the bounds of its keys; has_bounds_beside: in a store of their own."""
 
     def __init__(
         self,
@@ -34,6 +34,7 @@ class Cache:
         sequences=1,
         bits=8,
         has_bounds=False,
+        has_bounds_beside=False,
         **switches,
     ):
         form: Int4KVFormat | Int8KVFormat
@@ -43,14 +44,16 @@ class Cache:
             form = Int8KVFormat(kv_heads, dim, fitting_group(dim, group))
         self.group, self.heads, self.dim = form.group, heads, dim
         self.kv_heads = kv_heads
-        self.bounds_offset = 2 * form.tile_bytes if has_bounds else 0
         self.tile_bytes = 2 * form.tile_bytes
+        self.bounds_offset = 0 if has_bounds_beside else self.tile_bytes
+        self.bounds_tile_bytes = bounds_bytes(kv_heads, dim)
         if has_bounds:
-            self.tile_bytes += bounds_bytes(kv_heads, dim)
-        self.range_bytes = -(-tokens // TILE_TOKENS) * self.tile_bytes
-        # 0x7f7f is NaN in fp16, so that reading unwritten memory shows
-        self.memory = torch.full((sequences * self.range_bytes + 64,), 0x7F, dtype=torch.uint8)
-        self.address = self.memory.data_ptr() + -self.memory.data_ptr() % 64
+            self.tile_bytes += self.bounds_tile_bytes
+        num_tiles = -(-tokens // TILE_TOKENS)
+        self.range_bytes = num_tiles * self.tile_bytes
+        self.memory, self.address = unwritten(sequences * self.range_bytes)
+        self.bounds_range_bytes = num_tiles * self.bounds_tile_bytes if has_bounds_beside else 0
+        self.bounds_memory, self.bounds_address = unwritten(sequences * self.bounds_range_bytes)
         self.op = (Int4Attention if bits == 4 else Int8Attention)(
             offset_bytes=form.tile_bytes,
             num_heads=heads,
@@ -58,7 +61,7 @@ class Cache:
             head_dim=dim,
             group=form.group,
             scale=dim**-0.5,
-            bounds_offset=self.bounds_offset,
+            bounds_offset=self.bounds_offset if has_bounds or has_bounds_beside else None,
             **switches,
         )
 
@@ -68,9 +71,13 @@ class Cache:
 
     def step(self, sequences, num_rows, kv_lens, prefix_only=False) -> TiledAttentionStep:
         starts = [i * self.range_bytes for i in sequences]
-        return TiledAttentionStep(
+        step = TiledAttentionStep(
             self.address, self.tile_bytes, starts, num_rows, kv_lens, prefix_only=prefix_only
         )
+        if self.bounds_range_bytes:
+            starts = [i * self.bounds_range_bytes for i in sequences]
+            step.add_bounds(self.bounds_address, self.bounds_tile_bytes, starts)
+        return step
 
     def fill(self, k: Tensor, v: Tensor, sequence=0, chunk=10**9) -> None:
         for at in range(0, len(k), chunk):
@@ -80,6 +87,13 @@ class Cache:
 
     def attend(self, q: Tensor, kv_len: int, sequence=0, lse=None) -> Tensor:
         return self.op.attend(self.step([sequence], [len(q)], [kv_len]), q, lse)
+
+
+def unwritten(num_bytes: int) -> tuple[Tensor, int]:
+    """Returns memory that has as many bytes from the returned address on. 0x7f7f is NaN in fp16, so
+    that reading unwritten memory shows."""
+    memory = torch.full((num_bytes + 64,), 0x7F, dtype=torch.uint8)
+    return memory, memory.data_ptr() + -memory.data_ptr() % 64
 
 
 def score_error(q: Tensor, stored_k: Tensor, scale: float) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.backend import Partial
 from ops.reference import attention_fp64, hadamard
 from quant.kv import TILE_TOKENS
 from tests.support.memory.int8_kv import Cache
@@ -13,14 +14,33 @@ from tests.support.memory.int8_kv import Cache
 CLEAR = 1e-5  # relative distance of scores whose order rounding cannot change
 
 
+def topic_keys(length: int, heads: int, dim: int) -> Tensor:
+    """Returns keys that resemble their neighbours, so that tiles differ, with one large
+    dimension."""
+    topics = torch.randn(-(-length // 24), heads, dim).repeat_interleave(24, 0)[:length]
+    keys = topics + 0.5 * torch.randn(length, heads, dim)
+    keys[..., dim // 3] *= 6
+    return keys
+
+
+def tiles_of(cache: Cache, num_tiles: int, sequence: int = 0) -> Tensor:
+    """Returns the memory of the first num_tiles tiles of a sequence, uint8 [tiles, bytes]."""
+    first = cache.address - cache.memory.data_ptr() + sequence * cache.range_bytes
+    tiles = cache.memory[first : first + num_tiles * cache.tile_bytes]
+    return tiles.view(num_tiles, cache.tile_bytes)
+
+
 def bounds_of(cache: Cache, num_tiles: int, sequence: int = 0) -> tuple[Tensor, Tensor]:
     """Returns the stored maximum and minimum of each tile, head and dimension, fp64
     [tiles, Hk, D]."""
     heads, dim = cache.kv_heads, cache.dim
     head_bytes = -(-2 * dim // 64) * 64
-    first = cache.address - cache.memory.data_ptr() + sequence * cache.range_bytes
-    tiles = cache.memory[first : first + num_tiles * cache.tile_bytes]
-    parts = tiles.reshape(num_tiles, cache.tile_bytes)[:, cache.bounds_offset :]
+    parts = tiles_of(cache, num_tiles, sequence)[:, cache.bounds_offset :]
+    if cache.bounds_range_bytes:
+        first = cache.bounds_address - cache.bounds_memory.data_ptr()
+        first += sequence * cache.bounds_range_bytes
+        beside = cache.bounds_memory[first : first + num_tiles * cache.bounds_tile_bytes]
+        parts = beside.reshape(num_tiles, cache.bounds_tile_bytes)
     bytes_ = parts[:, : heads * head_bytes].reshape(num_tiles, heads, head_bytes)
     sides = bytes_.contiguous().view(torch.int8)[..., : 2 * dim].double()
     halves = parts[:, heads * head_bytes :][:, : 2 * heads].contiguous().view(torch.float16)
@@ -63,15 +83,26 @@ def selected_attention(
 ) -> Tensor:
     """Returns the attention of one row q: [H, D] over keys k, v: [T, Hk, D] of those tiles that are
     `read`: bool [Hk, tiles], fp64 [H, D]."""
+    is_seen = read.repeat_interleave(TILE_TOKENS, 1)[:, : len(k)]
+    return attention_over(q, k, v, is_seen, scale, **options).out
+
+
+def attention_over(
+    q: Tensor, k: Tensor, v: Tensor, is_seen: Tensor, scale: float, **options
+) -> Partial:
+    """Returns the attention of one row q: [H, D] over keys k, v: [T, Hk, D] that `is_seen`: bool
+    [Hk, T], in fp64."""
     heads, kv_heads = len(q), k.shape[1]
     per_kv, sinks = heads // kv_heads, options.pop("sinks", None)
     parts = []
     for h in range(kv_heads):
-        keys = read[h].repeat_interleave(TILE_TOKENS)[: len(k)]
+        keys = is_seen[h]
         own = slice(h * per_kv, (h + 1) * per_kv)
         more = {} if sinks is None else {"sinks": sinks[own]}
-        out, _ = attention_fp64(
-            q[None, own], k[keys, h : h + 1], v[keys, h : h + 1], scale, **options, **more
-        )
-        parts.append(out[0])
-    return torch.cat(parts)
+        parts.append(
+            attention_fp64(
+                q[None, own], k[keys, h : h + 1], v[keys, h : h + 1], scale,
+                first_position=len(k), **options, **more,
+            )
+        )  # fmt: skip
+    return Partial(torch.cat([x.out[0] for x in parts]), torch.cat([x.lse[0] for x in parts]))

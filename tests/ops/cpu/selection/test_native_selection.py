@@ -23,6 +23,7 @@ from tests.support.memory.selected_kv import (
     chosen_tiles,
     scores_of,
     selected_attention,
+    topic_keys,
 )
 
 pytestmark = [
@@ -55,14 +56,6 @@ CASES = [
 ]
 
 
-def _keys(length: int, heads: int, dim: int) -> torch.Tensor:
-    """Keys that resemble their neighbours, so that tiles differ, with one large dimension."""
-    topics = torch.randn(-(-length // 24), heads, dim).repeat_interleave(24, 0)[:length]
-    keys = topics + 0.5 * torch.randn(length, heads, dim)
-    keys[..., dim // 3] *= 6
-    return keys
-
-
 def _stored(x: torch.Tensor, cache: Cache) -> torch.Tensor:
     return round_kv4(x, cache.group) if cache.op.bits == 4 else round_kv(x, cache.group)
 
@@ -79,7 +72,7 @@ def test_rows_read_the_tiles_with_the_largest_bounds(isa, case, bits):
         heads=heads, kv_heads=kv_heads, dim=dim, group=group, tokens=length, bits=bits,
         has_bounds=True, **case,
     )  # fmt: skip
-    k, v = _keys(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
+    k, v = topic_keys(length, kv_heads, dim), torch.randn(length, kv_heads, dim)
     cache.fill(k, v)
     stored_k, stored_v = _stored(k, cache), _stored(v, cache)
     num_clear = num_heads = 0
@@ -109,7 +102,7 @@ def test_rows_read_the_tiles_with_the_largest_bounds(isa, case, bits):
 @pytest.mark.parametrize("bits", [8, 4])
 def test_bounds_hold_every_stored_key_and_are_close(isa, bits):
     cache = Cache(heads=4, kv_heads=2, dim=96, group=32, tokens=320, bits=bits, has_bounds=True)
-    k = _keys(320, 2, 96)
+    k = topic_keys(320, 2, 96)
     cache.fill(k, torch.randn(320, 2, 96), chunk=37)
     stored = _stored(k, cache).double()
     if bits == 4:
@@ -136,7 +129,7 @@ def test_a_budget_of_everything_gives_the_bits_of_no_selection(isa, bits):
     """For every length across borders of tiles, of stretches and of splits."""
     shape = {"heads": 4, "kv_heads": 2, "dim": 32, "bits": bits, "tokens": 1100}
     plain, cache = Cache(**shape), Cache(**shape, has_bounds=True)
-    k, v = _keys(1100, 2, 32), torch.randn(1100, 2, 32)
+    k, v = topic_keys(1100, 2, 32), torch.randn(1100, 2, 32)
     plain.fill(k, v), cache.fill(k, v)
     lengths = [*range(1, 70), 511, 512, 513, 1023, 1024, 1025, 1100]
     for length in lengths:
@@ -174,7 +167,7 @@ def test_a_row_has_the_bits_that_it_has_alone(isa, bits):
     selecting = [1, 4, 2, 1, 1, 0, 0]
     cache = Cache(heads=4, kv_heads=2, dim=32, bits=bits, tokens=2100, sequences=7, has_bounds=True)
     for i, length in enumerate(lengths):
-        cache.fill(_keys(length, 2, 32), torch.randn(length, 2, 32), i)
+        cache.fill(topic_keys(length, 2, 32), torch.randn(length, 2, 32), i)
     q = torch.randn(sum(rows), 4, 32)
     ends = [
         (i, end)
@@ -202,7 +195,7 @@ def test_a_row_has_the_bits_that_it_has_alone(isa, bits):
 
 
 def test_bounds_do_not_depend_on_chunks_or_on_what_was_written_before(isa):
-    k, v = _keys(200, 2, 48), torch.randn(200, 2, 48)
+    k, v = topic_keys(200, 2, 48), torch.randn(200, 2, 48)
     caches = [Cache(heads=2, kv_heads=2, dim=48, tokens=200, has_bounds=True) for _ in range(4)]
     for cache, chunk in zip(caches[:3], (1000, 1, 7), strict=True):
         cache.fill(k, v, chunk=chunk)
