@@ -9,6 +9,8 @@ in memory, so that a tile that is not selected is not fetched.
 
 from __future__ import annotations
 
+import errno
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -104,19 +106,24 @@ class OffloadedAttention:
         units: ResidentUnits,
         pool_tiles: PoolTiles,
         selection: Selection | None = None,
+        max_tiles: int = sys.maxsize,
     ) -> None:
-        """bounds_address: of the reservation of the bounds. selection: what decoded rows read."""
+        """bounds_address: of the reservation of the bounds. selection: what decoded rows read.
+        max_tiles: the most tiles of a layer that can be resident at once."""
         assert selection is None or layout.has_bounds, "rows select by bounds"
         self._layout = layout
         self._address, self._bounds_address = address, bounds_address
         self._units, self._pool_tiles = units, pool_tiles
         self._selection = selection
+        self._max_tiles = max_tiles
         ops = tiled_ops(layout)
         self._ops = [op for op in ops if isinstance(op, TiledAttention)]
         assert len(self._ops) == len(ops), "no latents"
         self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
 
     def plan(self, step: AttentionStep) -> OffloadedPlan:
+        """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
+        can."""
         layout = self._layout
         first_tiles = [start // TILE_TOKENS for start in step.starts]
         native = TiledAttentionStep(
@@ -126,7 +133,7 @@ class OffloadedAttention:
             step.num_rows,
             step.kv_lens,
         )
-        selects = [False] * len(step.starts)
+        num_selecting = [0] * len(step.starts)
         if layout.has_bounds:
             starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
             native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
@@ -135,10 +142,13 @@ class OffloadedAttention:
                     step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
                 )
                 native.select(*rows)
-                selects = [n > 0 for n in rows[0]]
+                num_selecting = rows[0]
         tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
         guesses = [self._read.get(start) for start in step.starts]
-        return OffloadedPlan(self, native, tiles, selects, step.starts, guesses)
+        plan = OffloadedPlan(self, native, tiles, num_selecting, step.starts, guesses)
+        if len(step.starts) > 1 and plan.num_whole > self._max_tiles:
+            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
+        return plan
 
     # ---- for plans
 
@@ -197,16 +207,26 @@ class OffloadedPlan:
         attention: OffloadedAttention,
         step: TiledAttentionStep,
         tiles: _StepTiles,
-        selects: Sequence[bool],
+        num_selecting: Sequence[int],
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
     ) -> None:
-        """selects: the sequences with rows that select. guesses: what each layer may read of them,
-        from the first tile on."""
+        """num_selecting: each sequence's last rows that select. guesses: what each layer may read
+        of them, from the first tile on."""
+        selects = [n > 0 for n in num_selecting]
         self._attention, self._step, self._tiles = attention, step, tiles
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
+        self._stores_first = any(n > 1 for n in num_selecting)
+
+    @property
+    def num_whole(self) -> int:
+        """The tiles of sequences that are read whole."""
+        if not self._chooses:
+            return len(self._all)
+        counts = np.diff([0, *self._tiles.ends])
+        return int(counts[~np.array(self._selects)].sum())
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
@@ -249,14 +269,19 @@ class OffloadedPlan:
         return ops[layer].attend(self._step, q)
 
     def _attend_chosen(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
-        """Rows choose after all bounds of the step are there, and read what they have chosen."""
+        """Attends where rows select. A row chooses among the tiles before its own, so that it can
+        choose before k and v are stored, unless these complete a tile of another row."""
         units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
-        units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
-        store()
+        if self._stores_first:
+            units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+            store()
         chosen: Flags = ops[layer].choose(self._step, q).numpy().astype(np.bool_)
-        units.begin_layer(layer, tiles.numbers(chosen), _NO_TILES, _NO_FLAGS)
+        fresh = np.zeros_like(tiles.fresh) if self._stores_first else tiles.fresh
+        units.begin_layer(layer, tiles.numbers(chosen), tiles.written, fresh)
         following = (layer + 1) % len(ops)
         units.fetch_ahead(following, tiles.numbers(self._guess(following)))
+        if not self._stores_first:
+            store()
         out = ops[layer].attend_chosen(self._step, q)
         first = 0
         for start, selects, end in zip(self._starts, self._selects, tiles.ends, strict=True):
@@ -270,9 +295,7 @@ class OffloadedPlan:
         previous step."""
         found: Flags = np.zeros(len(self._tiles.tiles), dtype=np.bool_)
         first = 0
-        for selects, known, end in zip(
-            self._selects, self._guesses, self._tiles.ends, strict=True
-        ):
+        for selects, known, end in zip(self._selects, self._guesses, self._tiles.ends, strict=True):
             if not selects:
                 found[first:end] = True
             elif known is not None:

@@ -7,17 +7,17 @@ Below the accounting a residency keeps the parts of pages in memory that attenti
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memory.offload.file import open_file
-from memory.offload.memory import OffloadedMemory
+from memory.offload.offloaded_memory import OffloadedMemory
 from memory.offload.residency import Residency
+from memory.offload.scratch_file import open_file
 
 from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
@@ -35,6 +35,7 @@ from serve.loading.precision import Precision
 from serve.machine import has_idle_core, local_kv_bytes, total_memory
 from serve.models import ModelSpec
 from serve.regular_file import user_cache
+from serve.runner.runner import Closable, ClosedBehind
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,7 @@ class OffloadedKV:
 
     kv: KVManager
     attention: OffloadedAttention
-    memory: OffloadedMemory
+    memory: Closable
     units: Residency
     selection: Selection | None
 
@@ -170,15 +171,19 @@ def open_offloaded(
     folder = _folder(config)
     with _opening(folder):
         file = open_file(folder, sizes.pool_bytes)
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(file.close)
         with reserving(sizes.pool_bytes, f"kv_cache_bytes and {NAME}"):
-            memory = OffloadedMemory(pages.page_bytes, pages.num_pages, sizes.bounds_page_bytes)
-    except BaseException:
-        file.close()
-        raise
-    try:
+            memory = OffloadedMemory(
+                pages.page_bytes,
+                pages.num_pages,
+                sizes.bounds_page_bytes,
+                tile_bytes=layout.tile_bytes,
+            )
+        undo.callback(memory.close)
         slices = list(zip(layout.offsets, layout.unit_bytes, strict=True))
         units = Residency(memory, file, slices, layout.tile_bytes, sizes.resident_bytes)
+        undo.callback(units.close)
         # bounds have a reservation with as many mappings
         most = MAX_MAPPINGS // 2 if layout.has_bounds else MAX_MAPPINGS
         kv = KVManager(
@@ -194,12 +199,16 @@ def open_offloaded(
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             address = memory.reserve(kv.total_bytes)
-        attention = OffloadedAttention(
-            layout, address, memory.bounds_address, units, memory.pool_tiles, selection
-        )
-    except BaseException:
-        memory.close()
-        raise
+        undo.pop_all()
+    attention = OffloadedAttention(
+        layout,
+        address,
+        memory.bounds_address,
+        units,
+        memory.pool_tiles,
+        selection,
+        max_tiles=int(sizes.resident_bytes / _ROOM) // max(layout.unit_bytes),
+    )
     logger.info(
         "K/V beyond memory: %s in memory, of which bounds take %s, and a file of %s in %s",
         format_memory(sizes.resident_bytes + sizes.bounds_bytes),
@@ -207,7 +216,7 @@ def open_offloaded(
         format_memory(sizes.pool_bytes),
         folder,
     )
-    return OffloadedKV(kv, attention, memory, units, selection)
+    return OffloadedKV(kv, attention, ClosedBehind(units.close, memory), units, selection)
 
 
 def _folder(config: EngineConfig) -> Path:
@@ -216,7 +225,7 @@ def _folder(config: EngineConfig) -> Path:
     return user_cache() or Path(tempfile.gettempdir())
 
 
-@contextmanager
+@contextlib.contextmanager
 def _opening(folder: Path) -> Iterator[None]:
     """Makes the folder, and turns errors of the file in it into a ConfigError."""
     try:

@@ -39,8 +39,8 @@ class Units:
         self._away: dict[tuple[int, int], bytes] = {}
         self.asked: list[tuple[int, list[int]]] = []
         self.ahead: list[tuple[int, list[int]]] = []
-        self.kept = 0
         self.fails = False
+        self._held: list[tuple[int, int]] = []
 
     def begin_layer(
         self, layer: int, read: TileNumbers, written: TileNumbers, fresh: Flags
@@ -56,17 +56,14 @@ class Units:
             if tile not in new:
                 assert content is not None, f"tile {tile} of layer {layer} was never written"
                 ctypes.memmove(self._at(layer, tile), content, len(content))
-            self.kept += 1
             self._held.append((layer, tile))
-
-    _held: list[tuple[int, int]]
 
     def fetch_ahead(self, layer: int, tiles: TileNumbers) -> None:
         assert len(set(tiles.tolist())) == len(tiles)
         self.ahead.append((layer, tiles.tolist()))
 
     def end(self) -> None:
-        for layer, tile in getattr(self, "_held", []):
+        for layer, tile in self._held:
             size = self._layout.unit_bytes[layer]
             self._away[layer, tile] = ctypes.string_at(self._at(layer, tile), size)
             ctypes.memset(self._at(layer, tile), 0, size)
