@@ -13,6 +13,7 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import gcd
 from typing import Protocol
 
 import numpy as np
@@ -63,9 +64,7 @@ class OffloadedKVLayout(TiledKVLayout):
     def pad_bounds(self, tiles_per_page: int) -> None:
         """Pads the bounds of each tile, so that those of a page's tiles fill whole system pages."""
         if self.bounds_tile_bytes:
-            unit = max(_LINE_BYTES, UNIT_ALIGNMENT // tiles_per_page)
-            while unit * tiles_per_page % UNIT_ALIGNMENT:
-                unit += _LINE_BYTES
+            unit = max(_LINE_BYTES, UNIT_ALIGNMENT // gcd(UNIT_ALIGNMENT, tiles_per_page))
             self.bounds_tile_bytes = -(-self.bounds_tile_bytes // unit) * unit
 
 
