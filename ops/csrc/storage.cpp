@@ -1,5 +1,5 @@
-// Binds the storage path: IoRing and the checksum of a page. A std::system_error becomes the
-// OSError of its number.
+// Binds the storage path: IoRing, batches of blocks and the checksum of a page. A std::system_error
+// becomes the OSError of its number.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/vector.h>
@@ -7,6 +7,7 @@
 #include <system_error>
 
 #include "binding.h"
+#include "blocks.h"
 #include "checksum.h"
 #include "io_ring.h"
 
@@ -39,6 +40,22 @@ void register_buffers(IoRing& ring, const std::vector<std::pair<uintptr_t, size_
   ring.register_buffers(std::move(all));
 }
 
+void check(int number, const char* call) {
+  if (number != 0) throw std::system_error(number, std::generic_category(), call);
+}
+
+// addresses, offsets: of int64 numbers; sums: of uint32 numbers.
+void transfer(IoRing& ring, bool is_write, uintptr_t addresses, uintptr_t offsets, uintptr_t sums, size_t count, size_t length) {
+  const Blocks blocks{is_write, pointer<int64_t>(addresses), pointer<int64_t>(offsets), pointer<uint32_t>(sums), count, length};
+  nb::gil_scoped_release release;
+  check(transfer_blocks(ring, blocks), is_write ? "writing blocks" : "reading blocks");
+}
+
+void punch(int fd, uintptr_t offsets, size_t count, size_t length) {
+  nb::gil_scoped_release release;
+  check(punch_blocks(fd, pointer<int64_t>(offsets), count, length), "fallocate");
+}
+
 void as_os_error(const std::exception_ptr& thrown, void*) {
   try {
     std::rethrow_exception(thrown);
@@ -56,7 +73,9 @@ void bind_storage(nb::module_& m) {
       .def(nb::init<int, unsigned, bool, bool>())
       .def("register_buffers", &register_buffers)
       .def("submit", &submit)
-      .def("reap", &reap);
+      .def("reap", &reap)
+      .def("transfer_blocks", &transfer);
+  m.def("punch_blocks", &punch);
   m.def("checksum", [](uintptr_t address, size_t size) {
     if (size <= 240) throw nb::value_error("the checksum needs more than 240 bytes");
     nb::gil_scoped_release release;

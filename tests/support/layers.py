@@ -181,6 +181,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory": ("memory/prefix", "memory/pages"),
     "memory/states": ("memory/attention", "memory/pages"),
     "memory/tiers": ("memory/prefix", "memory/pages"),
+    "memory/offload": ("memory/pages", "memory/tiers"),
     "memory/peers": ("memory/prefix",),
     "memory/attention": ("memory/pages", "memory/policies"),
     "memory/prefix": ("memory/pages",),

@@ -1,0 +1,136 @@
+"""Pages of K/V of which only a part is in memory, and the bounds of their keys, which always are.
+
+Both are memfds with a reservation each. A page of K/V and its page of bounds are mapped at the same
+slots, so a tile's bounds have the same number in their range as the tile in its own.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from memory.pages.linux_vmm import LinuxMemory
+
+Tiles = npt.NDArray[np.int64]
+"""Numbers of tiles in the pool: page * tiles_per_page + tile in the page."""
+
+_NONE = -1
+
+
+class PageUnits(Protocol):
+    """Who decides which parts of the pages are in memory."""
+
+    def forget(self, first_page: int, num_pages: int) -> None:
+        """Gives the memory of the pages' K/V back. Their content is lost."""
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies the K/V of a page, wherever it is. Raises OSError."""
+
+
+class OffloadedMemory:
+    """A `VirtualMemory`. Its pages have memory only where they are written, and what `units` has
+    given back is a hole."""
+
+    maps_during_kernels = True
+
+    def __init__(
+        self, page_bytes: int, num_pages: int, bounds_page_bytes: int, *, tile_bytes: int
+    ) -> None:
+        """bounds_page_bytes: of the bounds of a page's tiles, a multiple of 4096; 0: none."""
+        assert page_bytes % tile_bytes == 0, f"{page_bytes=} {tile_bytes=}"
+        self.page_bytes = page_bytes
+        self.num_pages = num_pages
+        self.tile_bytes = tile_bytes
+        self.tiles_per_page = page_bytes // tile_bytes
+        self.bounds_page_bytes = bounds_page_bytes
+        self.bounds_address = 0
+        """Where the bounds of the reservation's first page begin; 0 without bounds."""
+        self.units: PageUnits | None = None
+        self._kv = LinuxMemory(page_bytes, num_pages, is_sparse=True)
+        self._bounds = LinuxMemory(bounds_page_bytes, num_pages) if bounds_page_bytes else None
+        self._pages = np.empty(0, dtype=np.int64)  # mapped at each slot of the reservation
+
+    @property
+    def num_tiles(self) -> int:
+        """Tiles of the pool."""
+        return self.num_pages * self.tiles_per_page
+
+    @property
+    def pool_address(self) -> int:
+        """Where all pages lie in a row."""
+        return self._kv.page_address(0)
+
+    def fileno(self) -> int:
+        """Returns the descriptor of the K/V's memory."""
+        return self._kv.fileno()
+
+    # ---- VirtualMemory
+
+    def reserve(self, size_bytes: int) -> int:
+        num_slots = size_bytes // self.page_bytes
+        self._pages = np.full(num_slots, _NONE, dtype=np.int64)
+        if self._bounds is not None:
+            self.bounds_address = self._bounds.reserve(num_slots * self.bounds_page_bytes)
+        return self._kv.reserve(size_bytes)
+
+    def prepare(self, first_page: int, num_pages: int) -> None:
+        """Allocates the memory of the bounds; K/V gets its memory when it is written."""
+        if self._bounds is not None:
+            self._bounds.prepare(first_page, num_pages)
+
+    def map(self, offset: int, first_page: int, num_pages: int) -> None:
+        slot = offset // self.page_bytes
+        self._kv.map(offset, first_page, num_pages)
+        if self._bounds is not None:
+            self._bounds.map(slot * self.bounds_page_bytes, first_page, num_pages)
+        self._pages[slot : slot + num_pages] = np.arange(first_page, first_page + num_pages)
+
+    def copy_page(self, source: int, target: int) -> None:
+        if self.units is None:
+            self._kv.copy_page(source, target)
+        else:
+            self.units.copy_page(source, target)
+        if self._bounds is not None:
+            self._bounds.copy_page(source, target)
+
+    def unmap(self, offset: int, num_pages: int) -> None:
+        slot = offset // self.page_bytes
+        self._pages[slot : slot + num_pages] = _NONE
+        self._kv.unmap(offset, num_pages)
+        if self._bounds is not None:
+            self._bounds.unmap(slot * self.bounds_page_bytes, num_pages)
+
+    def release(self, first_page: int, num_pages: int) -> None:
+        if self.units is None:
+            self._kv.release(first_page, num_pages)
+        else:
+            self.units.forget(first_page, num_pages)
+        if self._bounds is not None:
+            self._bounds.release(first_page, num_pages)
+
+    def close(self) -> None:
+        """Frees everything. `units` is closed before."""
+        self._kv.close()
+        if self._bounds is not None:
+            self._bounds.close()
+
+    # ---- what is mapped
+
+    def release_kv(self, first_page: int, num_pages: int) -> None:
+        """Gives all memory of the pages' K/V back. For `units`."""
+        self._kv.release(first_page, num_pages)
+
+    def pool_tiles(self, start_bytes: int, first_tile: int, count: int) -> Tiles:
+        """Returns the numbers in the pool of `count` tiles from first_tile on in the range that
+        begins at this byte of the reservation, whose pages are mapped."""
+        assert start_bytes % self.page_bytes == 0, f"{start_bytes=}"
+        per_page = self.tiles_per_page
+        skipped, first = divmod(first_tile, per_page)
+        slot = start_bytes // self.page_bytes + skipped
+        num_pages = -(-(first + count) // per_page)
+        pages = self._pages[slot : slot + num_pages]
+        assert len(pages) == num_pages and (pages != _NONE).all(), "tiles of mapped pages"
+        tiles = pages[:, None] * per_page + np.arange(per_page)
+        return tiles.reshape(-1)[first : first + count]

@@ -1,0 +1,286 @@
+"""Keeps the K/V that the computing layer reads in memory, and the rest of it in a file.
+
+Each layer of a step says which tiles it reads and writes (`begin_layer`): their units of K/V are in
+memory until the next layer begins. Other units leave when memory is needed, those first that will
+be read last (unit_states.py). Two threads work beside the steps: one fetches what the next layer
+will probably read, one writes new K/V before its memory is needed.
+
+Bytes that were read have the checksum they were written with, or the layer fails with an OSError.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+
+from memory.offload.offloaded_memory import OffloadedMemory, Tiles
+from memory.offload.scratch_file import Lane, UnitFile
+from memory.offload.unit_pool import MOVED_TOGETHER, OffloadCounts, UnitPool
+from memory.offload.unit_states import BUSY, CONTENT, DIRTY, HELD, RESIDENT, STORED, WRITING
+
+logger = logging.getLogger(__name__)
+
+_ALIGNMENT = 4096
+_WRITE_ABOVE = 0.875  # of memory: below it new K/V need not be written, and may end before
+_RETRY_S = 1.0
+
+
+class Residency:
+    """Units of K/V in memory and in the file. One thread computes; any thread may call the other
+    methods."""
+
+    def __init__(
+        self,
+        memory: OffloadedMemory,
+        file: UnitFile,
+        slices: Sequence[tuple[int, int]],
+        tile_bytes: int,
+        max_bytes: int,
+    ) -> None:
+        """Owns the file from now on. slices: the (offset in a tile, bytes) of each layer's K/V.
+        max_bytes: of K/V in memory, without bounds. Raises ValueError if two layers of the whole
+        pool do not fit into it, OSError if the file cannot be used."""
+        assert tile_bytes == memory.tile_bytes, f"{tile_bytes=}"
+        assert all(n % _ALIGNMENT == 0 for part in slices for n in part), f"{slices=}"
+        largest = max(size for _, size in slices) * memory.num_tiles
+        if 2 * largest > max_bytes:
+            raise ValueError(f"{max_bytes=}: two layers of the pool have {2 * largest} bytes")
+        self._pool = UnitPool(memory, slices, max_bytes)
+        self._states = self._pool.states
+        self._memory = memory
+        self._file = file
+        self._lane = file.lane()
+        self._write_above = int(max_bytes * _WRITE_ABOVE)
+        self._ahead: dict[int, Tiles] = {}
+        self._is_closed = False
+        self._wake_ahead = threading.Condition(self._pool.lock)
+        self._wake_writer = threading.Condition(self._pool.lock)
+        works = {"ahead": self._fetch_all_ahead, "write": self._write_all}
+        self._threads = [_start(name, work, file.lane()) for name, work in works.items()]
+        memory.units = self
+
+    # ---- layers
+
+    def begin_layer(
+        self, layer: int, read: Tiles, written: Tiles, fresh: npt.NDArray[np.bool_]
+    ) -> None:
+        """Brings the units of a layer into memory, where they stay until the next layer begins.
+
+        written: tiles that the layer writes to; fresh: which of them it begins, so that their old
+        content is of no use. Numbers may be repeated. Raises OSError if K/V cannot be brought in
+        or is damaged; then no unit stays.
+        """
+        pool, states = self._pool, self._states
+        begun = written[fresh]
+        with pool.lock:
+            self._ahead.pop(layer, None)
+            states.visit(layer, read, written)
+            pool.counts.units_read += states.num_pinned() - len(begun)
+            if states.are_resident(layer, read) and states.are_resident(layer, written):
+                pool.counts.units_held += states.num_pinned() - len(begun)
+                self._mark_written(layer, written)
+                return
+        began = time.perf_counter()
+        try:
+            self._bring(layer, np.concatenate((read, written)), begun)
+        except BaseException:
+            self.end()
+            raise
+        with pool.lock:
+            pool.counts.waited_s += time.perf_counter() - began
+            self._mark_written(layer, written)
+
+    def _bring(self, layer: int, tiles: Tiles, begun: Tiles) -> None:
+        pool, states = self._pool, self._states
+        with pool.lock:
+            absent = states.absent(layer, tiles)
+            num_absent = len(absent) - int(np.isin(absent, begun).sum())
+            pool.counts.units_held += states.num_pinned() - len(begun) - num_absent
+        pool.bring(self._lane, layer, tiles, begun)
+
+    def _mark_written(self, layer: int, written: Tiles) -> None:
+        states = self._states
+        states.mark_written(layer, written)
+        if states.complete and self._pool.used_bytes > self._write_above:
+            self._wake_writer.notify()
+
+    def end(self) -> None:
+        """Ends the step: no unit has to stay."""
+        with self._pool.lock:
+            self._states.unpin()
+
+    def fetch_ahead(self, layer: int, tiles: Tiles) -> None:
+        """Begins to fetch what a layer will probably read, if others can leave for it that will be
+        read later."""
+        states = self._states
+        with self._pool.lock:
+            if states.are_resident(layer, tiles):
+                return
+            self._ahead[layer] = tiles
+            self._wake_ahead.notify()
+
+    def counts(self) -> OffloadCounts:
+        with self._pool.lock:
+            return replace(self._pool.counts, resident_bytes=self._pool.used_bytes)
+
+    # ---- pages
+
+    def forget(self, first_page: int, num_pages: int) -> None:
+        """Gives the memory of pages back; what they hold is lost. Waits for their transfers."""
+        pool, per_page = self._pool, self._memory.tiles_per_page
+        first, end = first_page * per_page, (first_page + num_pages) * per_page
+        flags = self._states.flags[:, first:end]
+        with pool.lock:
+            while (flags & (BUSY | WRITING | HELD)).any():
+                pool.change.wait()
+            is_resident = (flags & RESIDENT) != 0
+            num_bytes = sum(
+                int(n) * size for n, size in zip(is_resident.sum(1), pool.num_bytes, strict=True)
+            )
+            flags[:] = np.where(is_resident, np.uint8(BUSY), np.uint8(0))
+        try:
+            self._memory.release_kv(first_page, num_pages)
+        finally:
+            with pool.lock:
+                self._states.erase(first, end)
+                pool.used_bytes -= num_bytes
+                pool.change.notify_all()
+
+    def copy_page(self, source: int, target: int) -> None:
+        """Copies the K/V of a page, layer by layer, wherever it is. Raises OSError; the call can be
+        repeated."""
+        per_page = self._memory.tiles_per_page
+        for layer in range(self._states.num_layers):
+            with self._pool.lock:
+                tiles = np.arange(per_page) + source * per_page
+                tiles = tiles[(self._states.flags[layer][tiles] & CONTENT) != 0]
+                copies = tiles + (target - source) * per_page
+                self._states.add(layer, np.concatenate((tiles, copies)), HELD)
+            try:
+                self._copy_units(layer, tiles, copies)
+            finally:
+                with self._pool.lock:
+                    self._states.remove(layer, np.concatenate((tiles, copies)), HELD)
+                    self._states.freed(layer)
+                    self._pool.change.notify_all()
+
+    def _copy_units(self, layer: int, tiles: Tiles, copies: Tiles) -> None:
+        pool = self._pool
+        pool.bring(self._lane, layer, np.concatenate((tiles, copies)), copies)
+        with pool.lock:
+            while (self._states.flags[layer][copies] & WRITING).any():
+                pool.change.wait()
+            self._states.add(layer, copies, DIRTY)
+            self._states.complete.add(layer)
+        pairs = zip(
+            pool.addresses(layer, copies).tolist(),
+            pool.addresses(layer, tiles).tolist(),
+            strict=True,
+        )
+        for to, place in pairs:
+            ctypes.memmove(to, place, pool.num_bytes[layer])
+
+    # ---- threads
+
+    def _fetch_all_ahead(self, lane: Lane) -> None:
+        pool = self._pool
+        while (request := self._next_ahead()) is not None:
+            layer, tiles, order = request
+            num_bytes = len(tiles) * pool.num_bytes[layer]
+            try:
+                with pool.moving():
+                    granted = pool.reserve_clean(order, num_bytes)
+                    self._fetch_granted(lane, layer, tiles, granted)
+            except OSError as error:  # the layer itself will try again and fail
+                logger.warning("K/V was not fetched ahead: %s", error)
+                with pool.lock:
+                    self._ahead.pop(layer, None)
+
+    def _next_ahead(self) -> tuple[int, Tiles, list[int]] | None:
+        """Returns (layer, units to fetch, layers whose units may leave), or None at the end."""
+        states = self._states
+        with self._pool.lock:
+            while not self._is_closed:
+                if not self._ahead:
+                    self._wake_ahead.wait()
+                    continue
+                layer, tiles = next(iter(self._ahead.items()))
+                is_away = (states.flags[layer][tiles] & (RESIDENT | BUSY | STORED)) == STORED
+                away = np.unique(tiles[is_away])[:MOVED_TOGETHER]
+                if len(away):
+                    return layer, away, states.farthest_first(before=layer)
+                del self._ahead[layer]
+            return None
+
+    def _fetch_granted(self, lane: Lane, layer: int, tiles: Tiles, granted_bytes: int) -> None:
+        """Fetches as many of the units as were granted bytes."""
+        pool, states = self._pool, self._states
+        size = pool.num_bytes[layer]
+        granted = granted_bytes // size
+        with pool.lock:
+            is_away = (states.flags[layer][tiles] & (RESIDENT | BUSY | STORED)) == STORED
+            away = tiles[is_away][:granted]
+            pool.used_bytes -= granted_bytes - len(away) * size
+            states.add(layer, away, BUSY)
+            states.expect(layer, away)
+            if granted < len(tiles):  # no more room: the rest is up to the layer
+                self._ahead.pop(layer, None)
+            pool.change.notify_all()
+        if len(away):
+            pool.fetch(lane, layer, away)
+            with pool.lock:
+                pool.counts.ahead_bytes += len(away) * size
+
+    def _write_all(self, lane: Lane) -> None:
+        while (units := self._next_write()) is not None:
+            try:
+                self._pool.write(lane, *units)
+            except OSError as error:
+                logger.warning("K/V was not written: %s; trying again", error)
+                with self._pool.lock:
+                    if not self._is_closed:
+                        self._wake_writer.wait(_RETRY_S)
+
+    def _next_write(self) -> tuple[int, Tiles] | None:
+        """Returns units to write, or None at the end. They are complete, so that they need not be
+        written again."""
+        states = self._states
+        with self._pool.lock:
+            while not self._is_closed:
+                is_due = self._pool.used_bytes > self._write_above
+                for layer in states.farthest_first() if is_due and states.complete else ():
+                    if layer not in states.complete:
+                        continue
+                    tiles = self._pool.begin_write(layer, with_open=False)
+                    if len(tiles):
+                        return layer, tiles
+                    if layer != states.layer:  # there, pinned units may be complete
+                        states.complete.discard(layer)
+                self._wake_writer.wait()
+            return None
+
+    def close(self) -> None:
+        """Ends the threads after their transfers, and closes the file."""
+        with self._pool.lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._wake_ahead.notify_all()
+            self._wake_writer.notify_all()
+        for thread in self._threads:
+            thread.join()
+        self._memory.units = None
+        self._file.close()
+
+
+def _start(name: str, work: Callable[[Lane], None], lane: Lane) -> threading.Thread:
+    thread = threading.Thread(target=work, args=(lane,), name=f"mergestep-kv-{name}", daemon=True)
+    thread.start()
+    return thread
