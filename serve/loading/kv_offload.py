@@ -139,7 +139,8 @@ def size_offload(
     tiles_per_page = sizes.page_bytes // tile
     layout.pad_bounds(tiles_per_page)
     bounds_page_bytes = layout.bounds_tile_bytes * tiles_per_page
-    resident = memory_bytes - bounds_page_bytes * sizes.num_pages
+    pool_bytes = sizes.page_bytes * sizes.num_pages
+    resident = min(pool_bytes, memory_bytes - bounds_page_bytes * sizes.num_pages)
     longest = -(-sizes.max_model_len // layout.tile_tokens) * max(layout.unit_bytes)
     if resident < _ROOM * longest:
         need = int(_ROOM * longest) + bounds_page_bytes * sizes.num_pages
