@@ -7,12 +7,16 @@ topics, each of which lasts a while, because the choice among equal tiles takes 
 that among different ones. "read" is what a token reads, the bounds included, over the time, as a
 share of the memory's read bandwidth between the measurements.
 
+The bounds lie in the tiles of K/V, or with --bounds beside in a store of their own, a row of tiles
+that have those of all layers.
+
 With --model, whole steps of that model are measured, too, whose K/V is filled likewise.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Sequence
@@ -38,6 +42,7 @@ HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
 _SHARES = (0.06, 0.12, 0.25, 0.5)
 _FILLED = 4096  # tokens that are written at once
 _TOPIC = 48
+PLACES = ("tile", "beside")
 _PAGE = 4096
 _PROBE_BYTES = 256 << 20
 
@@ -50,15 +55,21 @@ def _keys(rows: int, heads: int, dim: int) -> torch.Tensor:
 class SelectedKV:
     """K/V of one sequence in all layers of a model, and attention of its last token over it."""
 
-    def __init__(self, kv_dtype: str, num_tokens: int, num_layers: int) -> None:
+    def __init__(
+        self, kv_dtype: str, num_tokens: int, num_layers: int, place: str = PLACES[0]
+    ) -> None:
+        """place: of the bounds, one of PLACES."""
         layer = AttentionLayer(HEADS, KV_HEADS, HEAD_DIM, HEAD_DIM**-0.5)
-        self.layout = TiledKVLayout([layer] * num_layers, kv_dtype, 64, has_bounds=True)
-        self.layout.pad(-(-self.layout.tile_bytes // _PAGE) * _PAGE)
+        is_beside = place == "beside"
+        self.layout = TiledKVLayout([layer] * num_layers, kv_dtype, 64, has_bounds=not is_beside)
+        self.layout.pad(_pages_of(self.layout.tile_bytes))
         num_tiles = -(-num_tokens // TILE_TOKENS)
-        self._memory = LinuxMemory(self.layout.tile_bytes, num_tiles)
-        self._address = self._memory.reserve(num_tiles * self.layout.tile_bytes)
-        self._memory.prepare(0, num_tiles)
-        self._memory.map(0, 0, num_tiles)
+        self._memory, self._address = _mapped(self.layout.tile_bytes, num_tiles)
+        self._bounds: tuple[LinuxMemory, int] | None = None
+        if is_beside:
+            size = bounds_bytes(KV_HEADS, HEAD_DIM)
+            self.layout.bounds = [i * size for i in range(num_layers)]
+            self._bounds = _mapped(_pages_of(num_layers * size), num_tiles)
         self.num_tokens, self.num_tiles = num_tokens, num_tiles
         self.ops = [op for op in tiled_ops(self.layout) if isinstance(op, TiledAttention)]
         self.bounds_bytes = bounds_bytes(KV_HEADS, HEAD_DIM) * num_layers
@@ -67,7 +78,12 @@ class SelectedKV:
         self._fill()
 
     def _step(self, num_rows: int, kv_len: int) -> TiledAttentionStep:
-        return TiledAttentionStep(self._address, self.layout.tile_bytes, [0], [num_rows], [kv_len])
+        tile_bytes = self.layout.tile_bytes
+        step = TiledAttentionStep(self._address, tile_bytes, [0], [num_rows], [kv_len])
+        if self._bounds is not None:
+            memory, address = self._bounds
+            step.add_bounds(address, memory.page_bytes, [0])
+        return step
 
     def _fill(self) -> None:
         for first in range(0, self.num_tokens, _FILLED):
@@ -96,6 +112,21 @@ class SelectedKV:
 
     def close(self) -> None:
         self._memory.close()
+        if self._bounds is not None:
+            self._bounds[0].close()
+
+
+def _pages_of(num_bytes: int) -> int:
+    return -(-num_bytes // _PAGE) * _PAGE
+
+
+def _mapped(page_bytes: int, num_pages: int) -> tuple[LinuxMemory, int]:
+    """Returns memory of so many pages, and the address of the first one."""
+    memory = LinuxMemory(page_bytes, num_pages)
+    address = memory.reserve(num_pages * page_bytes)
+    memory.prepare(0, num_pages)
+    memory.map(0, 0, num_pages)
+    return memory, address
 
 
 def read_bandwidth(buffer: torch.Tensor) -> float:
@@ -123,13 +154,13 @@ def measure(
     return medians, [size for _, size in steps], statistics.median(bandwidths)
 
 
-def _table(kv: SelectedKV, rounds: int) -> Table:
+def _table(kv: SelectedKV, title: str, rounds: int) -> Table:
     shares = [None, *_SHARES]
     seconds, sizes, bandwidth = measure(kv, shares, rounds)
     table = Table(
         "budget",
         *[Column(name, justify="right") for name in ("ms", "of all", "MB", "of all", "read")],
-        title=f"{kv.num_tokens:,} tokens, memory {bandwidth / 1e9:.1f} GB/s",
+        title=f"{kv.num_tokens:,} tokens, {title}, memory {bandwidth / 1e9:.1f} GB/s",
     )
     for share, spent, size in zip(shares, seconds, sizes, strict=True):
         table.add_row(
@@ -209,6 +240,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, nargs="+", default=[16384, 65536])
     parser.add_argument("--kv-dtype", choices=TILED_TYPES, nargs="+", default=["int8"])
+    parser.add_argument("--bounds", choices=PLACES, nargs="+", default=[PLACES[0]])
     parser.add_argument("--layers", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--model", help="whose steps are measured, such as random:llama-1b")
@@ -217,9 +249,9 @@ def main() -> None:
     threads = native_library.num_threads()
     for kv_dtype in options.kv_dtype:
         console.print(f"{kv_dtype} K/V, {options.layers} layers, {threads} threads")
-        for context in options.context:
-            kv = SelectedKV(kv_dtype, context, options.layers)
-            console.print(_table(kv, options.rounds))
+        for context, place in itertools.product(options.context, options.bounds):
+            kv = SelectedKV(kv_dtype, context, options.layers, place)
+            console.print(_table(kv, f"bounds: {place}", options.rounds))
             kv.close()
     if options.model:
         for context in options.context:

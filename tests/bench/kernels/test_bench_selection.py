@@ -28,6 +28,18 @@ def test_shares_read_that_many_bytes_and_the_bounds(kv_dtype):
     assert not torch.equal(*found)
 
 
+@pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
+def test_the_place_of_the_bounds_changes_no_bit():
+    found = []
+    for place in selection.PLACES:
+        torch.manual_seed(2)
+        kv = selection.SelectedKV("int8", 800, 2, place)
+        step, _ = kv.step(0.12)
+        found.append([op.attend(step, kv.q) for op in kv.ops])
+        kv.close()
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_the_rules_find_the_page_that_has_the_weight():
     k = torch.randn(20 * TILE_TOKENS, 2, 32)
     q = torch.randn(4, 32)

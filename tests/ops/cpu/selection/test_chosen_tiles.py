@@ -21,10 +21,10 @@ pytestmark = [
 
 POISON = 0x7F
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 32}
-# single rows, drafts, a prompt, a sequence shorter than a tile, drafts that read everything
-LENGTHS = [700, 330, 5, 1300, 90, 300]
-ROWS = [1, 4, 1, 3, 40, 2]
-SELECTING = [1, 4, 1, 2, 0, 2]
+# a row, drafts, less than a tile, drafts after other rows, a prompt, drafts that read everything
+LENGTHS = [700, 330, 5, 200, 90, 300, 1300]
+ROWS = [1, 4, 1, 3, 40, 2, 1]
+SELECTING = [1, 4, 1, 2, 0, 2, 1]
 
 
 def filled(lengths=LENGTHS, **options) -> Cache:
@@ -35,7 +35,7 @@ def filled(lengths=LENGTHS, **options) -> Cache:
 
 
 def budgets() -> list[int]:
-    """Of the rows that select; those of the last sequence read everything."""
+    """Of the rows that select; those of the sixth sequence read everything."""
     ends = [
         (i, end)
         for i, (n, length) in enumerate(zip(SELECTING, LENGTHS, strict=True))
@@ -137,7 +137,7 @@ def test_a_tile_is_chosen_if_any_row_and_head_reads_it(isa, threads):
         assert bool(parts[i][expected].all()), f"sequence {i} lacks tiles"
         assert not all_clear or torch.equal(parts[i] == 1, expected), f"sequence {i}"
         num_equal += all_clear
-    assert not left and num_equal >= 4, "the reference says too little"
+    assert not left and num_equal >= 5, "the reference says too little"
 
 
 def test_rows_that_do_not_select_read_every_tile(isa):
@@ -177,7 +177,7 @@ def test_rows_alone_choose_what_they_choose_together(isa):
     cache = filled(has_bounds_beside=True)
     q = torch.randn(sum(ROWS), 4, 32)
     parts = cache.op.choose(mixed_step(cache), q).split([num_tiles(n) for n in LENGTHS])
-    for i, row in ((0, 0), (2, 5)):
+    for i, row in ((0, 0), (2, 5), (6, 51)):
         alone = cache.step([i], [1], [LENGTHS[i]])
         alone.select([1], [2 + LENGTHS[i] // 160])
         assert torch.equal(cache.op.choose(alone, q[row : row + 1]), parts[i])
