@@ -29,8 +29,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from memory.offload.residency import OffloadCounts
-from memory.offload.scratch_file import open_file
 from rich.table import Column, Table
 
 from bench.common import tables
@@ -39,6 +37,8 @@ from bench.common.checkpoints import write_random
 from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
 from memory.attention.seam import Attention, AttentionStep
 from memory.attention.tiled import TiledLocalPlan
+from memory.offload.residency import OffloadCounts
+from memory.offload.scratch_file import open_file
 from memory.policies.setting import OFF
 from serve.config import EngineConfig
 from serve.loading.runtime import load_runtime

@@ -15,14 +15,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memory.offload.offloaded_memory import OffloadedMemory
-from memory.offload.residency import Residency
-from memory.offload.scratch_file import open_file
-
 from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
 from memory.attention.seam import AttentionLayer
 from memory.kv_manager import MAX_MAPPINGS, KVManager
+from memory.offload.offloaded_memory import OffloadedMemory
+from memory.offload.residency import Residency
+from memory.offload.scratch_file import open_file
 from memory.pages.layer_groups import LayerGroup
 from memory.policies.selection import Selection
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent

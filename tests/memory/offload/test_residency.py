@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from memory.offload import scratch_file
-from tests.support.memory.offloaded_units import BLOCK, Units, units
+from tests.support.memory.offloaded_units import BLOCK, units
 
 
 @pytest.mark.parametrize("io", ["auto", "threads"])

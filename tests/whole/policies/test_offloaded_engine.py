@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory.offload.scratch_file import RingLane
 
+from memory.offload.scratch_file import RingLane
 from ops.cpu import native_library
 from serve import LLM
 from serve.config import DEFAULT_MODEL, EngineConfig
-from serve.errors import ConfigError, OffloadLostError
+from serve.engine.node_recovery import generation_error
+from serve.errors import KV_LOST, ConfigError, OffloadLostError
+from serve.http.edge.errors import to_api_error
 from serve.loading.runtime import load_runtime
 from serve.machine import total_memory
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.preempted import until_preempted
+from tests.support.speculation.scripted import check_drafted
 from tests.whole.test_recent_tokens import answers, params, prompt
 
 pytestmark = [
@@ -110,7 +113,7 @@ def test_several_answers_to_one_prompt_share_what_is_fetched(policy, tmp_path):
     question, one = prompt(517, seed=2), params(60, n=3, temperature=0.8, seed=11)
     with LLM(DEFAULT_MODEL, kv_policy=policy, **SETTINGS) as llm:
         wanted = answers(llm, [question], one)
-    settings = {"max_num_seqs": 3, "kv_cache_bytes": needed_bytes(policy) // 8}
+    settings = {"max_num_seqs": 3, "kv_cache_bytes": needed_bytes(policy) // 7}
     with offloaded(tmp_path, policy, 0.5, **settings) as llm:
         assert answers(llm, [question], one) == wanted
 
@@ -134,13 +137,14 @@ def test_answers_are_the_same_after_preemption(prefix_cache, tmp_path):
 
 @pytest.mark.parametrize("policy", [OFF, QUEST])
 def test_drafts_change_no_bit(policy, tmp_path):
-    """Prompts of repeated words, after which drafts agree."""
-    words = [[*prompt(40, seed=i)] * 6 for i in range(4)]
+    lengths = (127, 250, 300, 511)
+    several = [{"prompt_token_ids": prompt(length, seed=length)} for length in lengths]
+    those = [params(40, temperature=0.7, seed=seed) for seed in range(len(lengths))]
     with LLM(DEFAULT_MODEL, kv_policy=policy, speculation="off", **SETTINGS) as llm:
-        wanted = answers(llm, words, params(60))
-    with offloaded(tmp_path, policy, 0.4, speculation="lookup", prefix_cache=False) as llm:
-        assert answers(llm, words, params(60)) == wanted
-        assert llm._loaded.core.view.steps.num_drafts > 0
+        outputs = llm.generate(several, those, use_tqdm=False)
+    with offloaded(tmp_path, policy, 0.3, speculation="off", prefix_cache=False) as llm:
+        check_drafted(llm, several, those, outputs)
+        assert llm._loaded.offload.counts().fetched_bytes > 0
 
 
 def test_a_step_whose_layer_does_not_fit_is_computed_in_parts(tmp_path):
@@ -194,11 +198,21 @@ def test_a_read_that_fails_costs_time_and_no_token(fault, disk, tmp_path):
 def test_a_disk_that_is_gone_ends_requests_and_the_engine_goes_on(disk, tmp_path):
     with offloaded(tmp_path, OFF, 0.5) as llm:
         disk.fails = 10**9
-        with pytest.raises(OffloadLostError, match="K/V cannot be read from the disk"):
-            answers(llm, prompts(), params(24))
+        outputs = llm.generate(
+            [{"prompt_token_ids": each} for each in prompts()], params(24), use_tqdm=False
+        )
+        reasons = {each.outputs[0].finish_reason for each in outputs}
+        assert "error" in reasons, "not all fit into memory"
         assert llm.stats().pages_in_use == 0
         disk.fails = 0
         assert answers(llm, prompts(), params(24)) == expected(OFF)
+
+
+def test_a_lost_answer_has_an_error_that_says_so():
+    error = generation_error(KV_LOST)
+    assert isinstance(error, OffloadLostError)
+    answer = to_api_error(error, "req_1")
+    assert (answer.status, answer.code) == (503, "kv_lost")
 
 
 def test_all_memory_is_given_back(tmp_path):
