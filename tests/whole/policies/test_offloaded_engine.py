@@ -257,7 +257,7 @@ def test_what_cannot_be_is_refused_by_name(settings, problem, tmp_path):
 
 
 def test_a_full_disk_is_refused(monkeypatch, tmp_path):
-    def open_file(folder: Path, num_bytes: int) -> ScratchFile:
+    def open_file(folder: Path, num_bytes: int) -> None:
         assert num_bytes > 15 << 20, "of memory and the file together"
         raise OSError(errno.ENOSPC, "No space left on device")
 
