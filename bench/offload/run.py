@@ -41,6 +41,7 @@ from memory.offload.residency import OffloadCounts
 from memory.offload.scratch_file import open_file
 from memory.policies.setting import OFF
 from serve.config import EngineConfig
+from serve.errors import ConfigError
 from serve.loading.runtime import load_runtime
 from serve.models import read_spec
 
@@ -231,13 +232,17 @@ def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
         whole = None
         for share in (1.0, *given.shares):
             before = disk_rate(folder, unit) if share < 1 else 0.0
-            decoding = Decoding(model, policy, count, num_tokens, share, folder)
+            name = f"{policy}, {'all' if share == 1 else format(share, '.3g')}"
+            try:
+                decoding = Decoding(model, policy, count, num_tokens, share, folder)
+            except ConfigError:  # the bounds and a layer do not fit
+                table.add_row(name, "too little")
+                continue
             found = decoding.measure(given.rounds)
             decoding.close()
             disk = (before + disk_rate(folder, unit)) / 2 if share < 1 else 0.0
             whole = whole or found
             missing = int(count * num_tokens * (1 - share))
-            name = f"{policy}, {'all' if share == 1 else format(share, '.3g')}"
             table.add_row(*_row(name, found, whole, count, missing, disk))
     return table
 
