@@ -28,6 +28,9 @@ class PageUnits(Protocol):
     def copy_page(self, source: int, target: int) -> None:
         """Copies the K/V of a page, wherever it is. Raises OSError."""
 
+    def close(self) -> None:
+        """Ends all transfers."""
+
 
 class OffloadedMemory:
     """A `VirtualMemory`. Its pages have memory only where they are written, and what `units` has
@@ -111,7 +114,9 @@ class OffloadedMemory:
             self._bounds.release(first_page, num_pages)
 
     def close(self) -> None:
-        """Frees everything. `units` is closed before."""
+        if self.units is not None:
+            self.units.close()
+            self.units = None
         self._kv.close()
         if self._bounds is not None:
             self._bounds.close()

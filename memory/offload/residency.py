@@ -199,7 +199,7 @@ class Residency:
             try:
                 with pool.moving():
                     granted = pool.reserve_clean(order, num_bytes)
-                    self._fetch_granted(lane, layer, tiles, granted)
+                    self._fetch_granted(lane, layer, tiles, granted, order)
             except OSError as error:  # the layer itself will try again and fail
                 logger.warning("K/V was not fetched ahead: %s", error)
                 with pool.lock:
@@ -221,7 +221,9 @@ class Residency:
                 del self._ahead[layer]
             return None
 
-    def _fetch_granted(self, lane: Lane, layer: int, tiles: Tiles, granted_bytes: int) -> None:
+    def _fetch_granted(
+        self, lane: Lane, layer: int, tiles: Tiles, granted_bytes: int, order: Sequence[int]
+    ) -> None:
         """Fetches as many of the units as were granted bytes."""
         pool, states = self._pool, self._states
         size = pool.num_bytes[layer]
@@ -235,8 +237,9 @@ class Residency:
             if granted < len(tiles):  # no more room: the rest is up to the layer
                 self._ahead.pop(layer, None)
             pool.change.notify_all()
+            leaving = pool.leave_next(order) if len(away) else []
         if len(away):
-            pool.fetch(lane, layer, away)
+            pool.fetch(lane, layer, away, leaving)
             with pool.lock:
                 pool.counts.ahead_bytes += len(away) * size
 
@@ -269,7 +272,8 @@ class Residency:
             return None
 
     def close(self) -> None:
-        """Ends the threads after their transfers, and closes the file."""
+        """Ends the threads after their transfers, and closes the file. The memory's `close` calls
+        it too."""
         with self._pool.lock:
             if self._is_closed:
                 return

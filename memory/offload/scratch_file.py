@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -35,12 +35,35 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
+class Leaving(NamedTuple):
+    """Parts of a memfd whose memory is given back: sizes[i] bytes from offsets[i] on."""
+
+    fd: int
+    offsets: Places
+    sizes: Places
+
+    @property
+    def arrays(self) -> tuple[int, int]:
+        return self.offsets.ctypes.data, self.sizes.ctypes.data
+
+    def give_back(self) -> None:
+        """Gives all parts back. Raises OSError."""
+        native_library.library().punch_parts(self.fd, self.arrays, len(self.offsets))
+
+
+_NONE = np.empty(0, dtype=np.int64)
+NOTHING = Leaving(-1, _NONE, _NONE)
+
+
 class Lane(Protocol):
     """A way to the file. Addresses, offsets and lengths are multiples of 4096."""
 
-    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
-        """Reads `length` bytes from each offset to the address beside it. Returns the checksums of
-        what was read. Raises OSError after a failure; no transfer runs any more."""
+    def read(
+        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
+    ) -> Sums:
+        """Reads `length` bytes from each offset to the address beside it, and gives other memory
+        back meanwhile. Returns the checksums of what was read. Raises OSError after a failure; then
+        too all is given back, and no transfer runs any more."""
 
     def write(self, addresses: Places, offsets: Places, length: int) -> Sums:
         """Writes, as `read` reads. Memory that changes meanwhile leaves a checksum or content that
@@ -93,18 +116,30 @@ class RingLane:
         self._lock = threading.Lock()
         self._ring: Any = native_library.library().IoRing(fd, _DEPTH, False, False)
 
-    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
-        return self._transfer(False, addresses, offsets, length)
+    def read(
+        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
+    ) -> Sums:
+        return self._transfer(False, addresses, offsets, length, leaving)
 
     def write(self, addresses: Places, offsets: Places, length: int) -> Sums:
-        return self._transfer(True, addresses, offsets, length)
+        return self._transfer(True, addresses, offsets, length, NOTHING)
 
-    def _transfer(self, is_write: bool, addresses: Places, offsets: Places, length: int) -> Sums:
+    def _transfer(
+        self, is_write: bool, addresses: Places, offsets: Places, length: int, leaving: Leaving
+    ) -> Sums:
         addresses, offsets = np.ascontiguousarray(addresses), np.ascontiguousarray(offsets)
         sums = np.empty(len(addresses), dtype=np.uint32)
-        arrays = (addresses.ctypes.data, offsets.ctypes.data, sums.ctypes.data)
         with self._lock:
-            self._ring.transfer_blocks(is_write, *arrays, len(addresses), length)
+            self._ring.transfer_blocks(
+                is_write,
+                (addresses.ctypes.data, offsets.ctypes.data),
+                sums.ctypes.data,
+                len(addresses),
+                length,
+                leaving.fd,
+                leaving.arrays,
+                len(leaving.offsets),
+            )
         return sums
 
 
@@ -114,7 +149,10 @@ class BlockLane:
     def __init__(self, file: BlockFile) -> None:
         self._file = file
 
-    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
+    def read(
+        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
+    ) -> Sums:
+        leaving.give_back()
         wait_for(self._file.read, _blocks(addresses, offsets, length))
         return checksums(addresses, length)
 

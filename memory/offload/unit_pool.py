@@ -16,12 +16,12 @@ import numpy as np
 import numpy.typing as npt
 
 from memory.offload.offloaded_memory import OffloadedMemory, Tiles
-from memory.offload.scratch_file import Lane
+from memory.offload.scratch_file import NOTHING, Lane, Leaving
 from memory.offload.unit_states import BUSY, DIRTY, RESIDENT, STORED, WRITING, UnitStates
-from ops.cpu import native_library
 
 MOVED_TOGETHER = 256
 """Units of one transfer: long enough for a disk's queue, and short to wait for."""
+_RESERVE = 64  # a part of memory
 
 
 @dataclass(slots=True)
@@ -62,6 +62,8 @@ class UnitPool:
         """Notified whenever a unit is no longer on its way."""
         self.used_bytes = 0
         self._num_moving = 0
+        # Kept free, so that room for the next units is made while these are read.
+        self._reserve_bytes = min(MOVED_TOGETHER * max(self.num_bytes), max_bytes // _RESERVE)
         self._offsets = [offset for offset, _ in slices]
         self._file_offsets: list[int] = []  # the file has one layer after the other
         self.file_bytes = 0
@@ -98,8 +100,10 @@ class UnitPool:
                 idle = self._idle(layer, idle)[:granted]  # a thread may have begun with some
                 self.used_bytes -= (granted - len(idle)) * size
                 stored = self._begin_units(layer, idle, begun)
+                order = self.states.farthest_first()
+                leaving = self.leave_next(order) if len(stored) else []
             if len(stored):
-                self.fetch(lane, layer, stored)
+                self.fetch(lane, layer, stored, leaving)
 
     def _idle(self, layer: int, tiles: Tiles) -> Tiles:
         """Returns those of the tiles that are neither resident nor on their way."""
@@ -121,19 +125,26 @@ class UnitPool:
         states.add(layer, rest, BUSY)
         return rest
 
-    def fetch(self, lane: Lane, layer: int, tiles: Tiles) -> None:
+    def fetch(
+        self, lane: Lane, layer: int, tiles: Tiles, leaving: Sequence[tuple[int, Tiles]]
+    ) -> None:
         """Reads units that are marked as busy and have bytes. After an OSError none is resident,
-        and their bytes are free."""
+        and their bytes are free. leaving: what `leave_next` has chosen."""
         size = self.num_bytes[layer]
+        places = self.addresses(layer, tiles), self._places(layer, tiles)
         with self.moving():
             try:
-                sums = lane.read(self.addresses(layer, tiles), self._places(layer, tiles), size)
+                try:
+                    sums = lane.read(*places, size, self._parts(leaving))
+                finally:
+                    with self.lock:
+                        self._note_gone(leaving)
                 damaged = tiles[sums != self.states.sums[layer][tiles]]
                 if len(damaged):
                     what = f"K/V of layer {layer}, tile {damaged[0]} is damaged on disk"
                     raise OSError(errno.EIO, what)
             except BaseException:
-                self._punch(layer, tiles)
+                self._give_back([(layer, tiles)])
                 raise
             with self.lock:
                 self.counts.fetched_bytes += len(tiles) * size
@@ -185,32 +196,45 @@ class UnitPool:
         free = min(wanted, self.max_bytes - self.used_bytes)
         if free >= wanted:
             return wanted, []
+        return free, self._leave(order, wanted - free)
+
+    def leave_next(self, order: Sequence[int]) -> list[tuple[int, Tiles]]:
+        """Returns units of these layers to be given back while others are read, now marked as busy,
+        so that there is room for the next ones. The caller has the lock."""
+        missing = self._reserve_bytes - (self.max_bytes - self.used_bytes)
+        return self._leave(order, missing) if missing > 0 else []
+
+    def _leave(self, order: Sequence[int], num_bytes: int) -> list[tuple[int, Tiles]]:
         states = self.states
-        victims = states.choose(order, self.num_bytes, wanted - free, MOVED_TOGETHER)
+        victims = states.choose(order, self.num_bytes, num_bytes, MOVED_TOGETHER)
         for layer, tiles in victims:
             states.remove(layer, tiles, RESIDENT)
             states.add(layer, tiles, BUSY)
-        return free, victims
+        return victims
 
-    def _give_back(self, victims: Sequence[tuple[int, Tiles]]) -> None:
-        if not victims:
+    def _give_back(self, units: Sequence[tuple[int, Tiles]]) -> None:
+        """Gives the memory of busy units back, which then are not resident."""
+        if not units:
             return
         with self.moving():
-            for layer, tiles in victims:
-                self._punch(layer, tiles)
+            try:
+                self._parts(units).give_back()
+            finally:
+                with self.lock:
+                    self._note_gone(units)
 
-    def _punch(self, layer: int, tiles: Tiles) -> None:
-        """Gives the memory of busy units back, which then are not resident."""
-        offsets = self._memory_offsets(layer, tiles)
-        size = self.num_bytes[layer]
-        try:
-            native_library.library().punch_blocks(
-                self.memory.fileno(), offsets.ctypes.data, len(tiles), size
-            )
-        finally:
-            with self.lock:
-                self.states.remove(layer, tiles, BUSY)
-                self.used_bytes -= len(tiles) * size
+    def _parts(self, units: Sequence[tuple[int, Tiles]]) -> Leaving:
+        """Returns the places of units in the K/V's memory."""
+        if not units:
+            return NOTHING
+        offsets = [self._memory_offsets(layer, tiles) for layer, tiles in units]
+        sizes = [np.full(len(tiles), self.num_bytes[layer]) for layer, tiles in units]
+        return Leaving(self.memory.fileno(), np.concatenate(offsets), np.concatenate(sizes))
+
+    def _note_gone(self, units: Sequence[tuple[int, Tiles]]) -> None:
+        for layer, tiles in units:
+            self.states.remove(layer, tiles, BUSY)
+            self.used_bytes -= len(tiles) * self.num_bytes[layer]
 
     # ---- writing
 

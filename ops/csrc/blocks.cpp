@@ -1,13 +1,12 @@
 #include "blocks.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <deque>
 #include <system_error>
+#include <vector>
 
 #include "checksum.h"
 
@@ -25,27 +24,53 @@ constexpr int MAX_TRIES = 100;
 constexpr double REAP_S = 1.0;
 constexpr useconds_t REST_US = 100000;
 
+// Gives parts of a memfd back, one call of the system after the other.
+class Punches {
+ public:
+  explicit Punches(const Parts& parts) : parts_(parts) {}
+
+  bool has_more() const { return next_ < parts_.count; }
+
+  // Gives the next part back, and parts that follow it in the file.
+  void one() {
+    const int64_t start = parts_.offsets[next_];
+    int64_t end = start;
+    while (has_more() && parts_.offsets[next_] == end) end += parts_.sizes[next_++];
+    while (fallocate(parts_.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, end - start) != 0) {
+      if (errno == EINTR) continue;
+      if (error_ == 0) error_ = errno;
+      return;
+    }
+  }
+
+  int error() const { return error_; }
+
+ private:
+  const Parts& parts_;
+  size_t next_ = 0;
+  int error_ = 0;
+};
+
 class Transfers {
  public:
-  Transfers(IoRing& ring, const Blocks& blocks) : ring_(ring), blocks_(blocks), done_(blocks.count), tries_(blocks.count) {}
+  Transfers(IoRing& ring, const Blocks& blocks, const Parts& leaving)
+      : ring_(ring), blocks_(blocks), punches_(leaving), done_(blocks.count), tries_(blocks.count) {}
 
   int run() {
-    while (has_work()) {
-      const bool has_started = error_ == 0 && submit();
-      if (in_flight_ == 0 && !has_started && error_ == 0) sched_yield();
-      if (in_flight_ > 0) reap();
+    while (in_flight_ > 0 || wants_to_submit()) {
+      if (wants_to_submit() && has_room()) submit();
+      if (punches_.has_more()) punches_.one();
+      reap(punches_.has_more() || (wants_to_submit() && has_room()) ? 0 : 1);
     }
-    return error_;
+    while (punches_.has_more()) punches_.one();
+    return error_ != 0 ? error_ : punches_.error();
   }
 
  private:
-  bool has_work() const {
-    const bool has_more = next_ < blocks_.count || !again_.empty();
-    return in_flight_ > 0 || (error_ == 0 && has_more);
-  }
+  bool wants_to_submit() const { return error_ == 0 && (next_ < blocks_.count || !again_.empty()); }
+  bool has_room() const { return in_flight_ + SUBMIT_TOGETHER <= ring_.depth() || in_flight_ == 0; }
 
-  // Submits the next blocks. Returns whether the kernel took one.
-  bool submit() {
+  void submit() {
     std::vector<Operation> batch;
     while (batch.size() < SUBMIT_TOGETHER && !again_.empty()) {
       batch.push_back(operation(again_.front()));
@@ -55,7 +80,6 @@ class Transfers {
       if (blocks_.is_write) note_sum(next_);
       batch.push_back(operation(next_++));
     }
-    if (batch.empty()) return false;
     size_t taken = 0;
     try {
       taken = ring_.submit(batch);
@@ -63,9 +87,7 @@ class Transfers {
       error_ = refused.code().value();
     }
     in_flight_ += taken;
-    has_room_ = taken == batch.size();
     for (size_t i = batch.size(); i > taken; i--) again_.push_front(batch[i - 1].tag);
-    return taken > 0;
   }
 
   Operation operation(size_t block) const {
@@ -74,11 +96,9 @@ class Transfers {
             static_cast<uint32_t>(blocks_.length - done), static_cast<uint64_t>(blocks_.offsets[block]) + done};
   }
 
-  void reap() {
-    // More are submitted as soon as they have room.
-    const bool has_more = error_ == 0 && (next_ < blocks_.count || !again_.empty());
+  void reap(unsigned at_least) {
+    if (in_flight_ == 0) return;
     try {
-      const unsigned at_least = has_more && has_room_ ? 0 : 1;
       for (const Event& event : ring_.reap(at_least, REAP_S)) finish(event.tag, event.result);
     } catch (const std::system_error&) {  // transfers may still run, so the call cannot end
       usleep(REST_US);
@@ -118,32 +138,24 @@ class Transfers {
 
   IoRing& ring_;
   const Blocks& blocks_;
+  Punches punches_;
   std::vector<size_t> done_;  // bytes of each block
   std::vector<int> tries_;    // of each block without progress
   std::deque<size_t> again_;  // blocks to be submitted again
   size_t next_ = 0, in_flight_ = 0;
   int error_ = 0;
-  bool has_room_ = true;  // whether the ring took all of the last batch
 };
 
 }  // namespace
 
-int transfer_blocks(IoRing& ring, const Blocks& blocks) { return Transfers(ring, blocks).run(); }
+int transfer_blocks(IoRing& ring, const Blocks& blocks, const Parts& leaving) {
+  return Transfers(ring, blocks, leaving).run();
+}
 
-int punch_blocks(int fd, const int64_t* offsets, size_t count, size_t length) {
-  int error = 0;
-  for (size_t i = 0; i < count;) {
-    size_t end = i + 1;  // neighbours go in one call
-    while (end < count && offsets[end] == offsets[end - 1] + static_cast<int64_t>(length)) end++;
-    const auto size = static_cast<off_t>((end - i) * length);
-    while (fallocate(fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, offsets[i], size) != 0) {
-      if (errno == EINTR) continue;
-      if (error == 0) error = errno;
-      break;
-    }
-    i = end;
-  }
-  return error;
+int punch(const Parts& parts) {
+  Punches punches(parts);
+  while (punches.has_more()) punches.one();
+  return punches.error();
 }
 
 }  // namespace ms

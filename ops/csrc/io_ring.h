@@ -47,6 +47,7 @@ class IoRing {
   size_t submit(const std::vector<Operation>& operations);
   // Waits for at least `at_least` events, but no longer than timeout_s.
   std::vector<Event> reap(unsigned at_least, double timeout_s);
+  unsigned depth() const { return depth_; }
 
  private:
   void map_queues(const void* params);

@@ -14,10 +14,9 @@ import numpy as np
 import pytest
 
 from memory.offload import scratch_file
-from memory.offload.scratch_file import checksums, open_file
+from memory.offload.scratch_file import Leaving, checksums, open_file
 from memory.pages.linux_vmm import LinuxMemory
 from memory.tiers.direct_io import address_of
-from ops.cpu import native_library
 
 BLOCK = 4096
 UNIT = 3 * BLOCK
@@ -156,11 +155,12 @@ def test_memory_is_given_back():
         buffer = (ctypes.c_char * (16 * BLOCK)).from_address(address)
         buffer[:] = b"x" * (16 * BLOCK)
         offsets = np.array([0, BLOCK, 2 * BLOCK, 5 * BLOCK, 15 * BLOCK])
-        native_library.library().punch_blocks(memory.fileno(), offsets.ctypes.data, 5, BLOCK)
+        sizes = np.full(5, BLOCK)
+        Leaving(memory.fileno(), offsets, sizes).give_back()
         assert os.fstat(memory.fileno()).st_blocks * 512 == 11 * BLOCK
         empty = [i for i in range(16) if buffer[i * BLOCK] == b"\0"]
         assert empty == [0, 1, 2, 5, 15]
     finally:
         memory.close()
     with pytest.raises(OSError, match="Bad file descriptor"):
-        native_library.library().punch_blocks(-1, offsets.ctypes.data, 5, BLOCK)
+        Leaving(-1, offsets, sizes).give_back()
