@@ -37,7 +37,7 @@ from bench.common.checkpoints import write_random
 from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
 from memory.attention.seam import Attention, AttentionStep
 from memory.attention.tiled import TiledLocalPlan
-from memory.offload.residency import OffloadCounts
+from memory.offload.unit_pool import OffloadCounts
 from memory.offload.scratch_file import open_file
 from memory.policies.setting import OFF
 from serve.config import EngineConfig

@@ -30,7 +30,7 @@ _TILE = 16
 
 def _measure(policy: str, given: argparse.Namespace, folder: str) -> list[str]:
     exercises = make_exercises(given.context, given.exercises, 0)
-    prompts = [{"prompt_token_ids": exercise.prompt} for exercise in exercises]
+    prompts = [exercise.prompt for exercise in exercises]
     longest = max(len(exercise.prompt) for exercise in exercises) + given.tokens
     needed = len(prompts) * longest * _PADDED_TOKEN_BYTES
     in_memory = int(given.share * needed)

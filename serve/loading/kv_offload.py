@@ -34,7 +34,6 @@ from serve.loading.precision import Precision
 from serve.machine import has_idle_core, local_kv_bytes, total_memory
 from serve.models import ModelSpec
 from serve.regular_file import user_cache
-from serve.runner.runner import Closable, ClosedBehind
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -50,7 +49,7 @@ class OffloadedKV:
 
     kv: KVManager
     attention: OffloadedAttention
-    memory: Closable
+    memory: OffloadedMemory
     units: Residency
     selection: Selection | None
 
@@ -135,6 +134,7 @@ def size_offload(
         setting=f"kv_cache_bytes and {NAME}, together",
         is_trial=is_trial,
     )
+    assert sizes.groups[0].token_bytes == layout.token_bytes, "tiles need no padding"
     tiles_per_page = sizes.page_bytes // tile
     layout.pad_bounds(tiles_per_page)
     bounds_page_bytes = layout.bounds_tile_bytes * tiles_per_page
@@ -216,7 +216,7 @@ def open_offloaded(
         format_memory(sizes.pool_bytes),
         folder,
     )
-    return OffloadedKV(kv, attention, ClosedBehind(units.close, memory), units, selection)
+    return OffloadedKV(kv, attention, memory, units, selection)
 
 
 def _folder(config: EngineConfig) -> Path:
