@@ -37,8 +37,8 @@ from bench.common.checkpoints import write_random
 from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
 from memory.attention.seam import Attention, AttentionStep
 from memory.attention.tiled import TiledLocalPlan
-from memory.offload.unit_pool import OffloadCounts
 from memory.offload.scratch_file import open_file
+from memory.offload.unit_pool import OffloadCounts
 from memory.policies.setting import OFF
 from serve.config import EngineConfig
 from serve.errors import ConfigError
