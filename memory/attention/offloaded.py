@@ -242,7 +242,7 @@ class OffloadedPlan:
             out = attend(layer, q.float(), lambda: self._append(layer, k, v, rotation))
         except OSError as error:
             units.end()
-            raise KVLostError(error.errno, f"K/V on disk: {error.strerror or error}") from error
+            raise KVLostError.of(error) from error
         except BaseException:
             units.end()
             raise

@@ -201,7 +201,7 @@ class Residency:
                     granted = pool.reserve_clean(order, num_bytes)
                     self._fetch_granted(lane, layer, tiles, granted, order)
             except OSError as error:  # the layer itself will try again and fail
-                logger.warning("K/V was not fetched ahead: %s", error)
+                logger.debug("K/V was not fetched ahead: %s", error)
                 with pool.lock:
                     self._ahead.pop(layer, None)
 

@@ -201,7 +201,8 @@ class StepExecutor:
     def _drop_cached(self, sequence: Sequence) -> None:
         prefixes, target = self._scheduler.kv.prefixes, sequence.kv_range
         if isinstance(prefixes, PrefixCache) and target is not None:
-            drop_pages(prefixes, target.pages)
+            to_copy = [source for part in target.parts for source, _ in part.copies]
+            drop_pages(prefixes, [*target.pages, *to_copy])
 
     def _without_late(self, plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
         """Returns what counts of a plan without sequences whose masks were late. Those of a model
