@@ -18,6 +18,7 @@ _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
+_MADV_NOHUGEPAGE = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 _libc.mmap.restype = ctypes.c_void_p
@@ -30,6 +31,7 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
@@ -54,6 +56,7 @@ class LinuxMemory:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | _MAP_NORESERVE
         self._pool = _mmap(0, self._pool_size, protection, flags, self._fd, 0)
+        self._keep_sparse(self._pool, self._pool_size)
 
     def reserve(self, size_bytes: int) -> int:
         assert not self._address, "one reservation per object"
@@ -79,6 +82,13 @@ class LinuxMemory:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         file_offset = first_page * self.page_bytes
         _mmap(self._address + offset, size, protection, flags, self._fd, file_offset)
+        self._keep_sparse(self._address + offset, size)
+
+    def _keep_sparse(self, address: int, size: int) -> None:
+        """Keeps the system from giving memory beside what is written, where it would give huge
+        pages to every memfd. A kernel that knows none refuses, which does no harm."""
+        if self._is_sparse:
+            _libc.madvise(address, size, _MADV_NOHUGEPAGE)
 
     def copy_page(self, source: int, target: int) -> None:
         ctypes.memmove(self.page_address(target), self.page_address(source), self.page_bytes)

@@ -39,6 +39,24 @@ def test_mapping_gives_memory_to_bounds_only(memory):
     assert num_bytes(memory._bounds.fileno()) == 4 * BOUNDS
 
 
+def test_no_huge_page_holds_more_than_what_is_written(memory):
+    """What counts where the system gives huge pages to every memfd."""
+    base = memory.reserve(8 * PAGE)
+    memory.map(PAGE, 0, 2)
+    for address in (base + PAGE, memory.pool_address):
+        assert "nh" in mapping_flags(address)
+    assert "nh" not in mapping_flags(memory._bounds.page_address(0))
+
+
+def mapping_flags(address):
+    """Returns the flags of the mapping that begins at the address."""
+    with open("/proc/self/smaps") as lines:
+        for line in lines:
+            if line.startswith(f"{address:x}-"):
+                return next(line.split() for line in lines if line.startswith("VmFlags:"))
+    raise AssertionError("nothing is mapped there")
+
+
 def test_bounds_are_at_the_slots_of_their_pages(memory):
     base = memory.reserve(8 * PAGE)
     memory.map(2 * PAGE, 3, 2)

@@ -68,6 +68,27 @@ def test_a_failure_ends_the_call_and_no_other_one(file, memory):
     assert (lane.read(base + NUM * UNIT + places, places, UNIT) == sums).all()
 
 
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_memory_is_given_back_while_others_are_read(file, memory, is_wrong):
+    lane, places = file.lane(), np.arange(NUM) * UNIT
+    sums = lane.write(address_of(memory) + places, places, UNIT)
+    kv = LinuxMemory(NUM * UNIT, 2, is_sparse=True)
+    try:
+        ctypes.memset(kv.page_address(0), 1, NUM * UNIT)
+        leaving = Leaving(kv.fileno(), places, np.full(NUM, UNIT))
+        if is_wrong:
+            with pytest.raises(OSError, match="Errno 5"):
+                lane.read(address_of(memory) + places, places + 2 * BLOCK, UNIT, leaving)
+        else:
+            read = lane.read(kv.page_address(1) + places, places, UNIT, leaving)
+            assert (read == sums).all()
+            assert ctypes.string_at(kv.page_address(1), NUM * UNIT) == memory[: NUM * UNIT]
+        num_bytes = os.fstat(kv.fileno()).st_blocks * 512
+        assert num_bytes == (0 if is_wrong else NUM * UNIT)
+    finally:
+        kv.close()
+
+
 def test_an_address_without_memory(file):
     lane = file.lane()
     with mmap.mmap(-1, UNIT) as memory:

@@ -116,11 +116,18 @@ class Units:
                 self.model.pop((layer, tile), None)
 
     def copy(self, source: int, target: int) -> None:
+        pairs = list(zip(self.tiles_of(source), self.tiles_of(target), strict=True))
+        copies = {
+            (layer, copy): self.model[layer, tile]
+            for layer in range(len(self.sizes))
+            for tile, copy in pairs
+            if (layer, tile) in self.model
+        }
+        for layer in range(len(self.sizes)):  # what is there now is of no use, also after an error
+            for _, copy in pairs:
+                self.model.pop((layer, copy), None)
         self.memory.copy_page(source, target)
-        for layer in range(len(self.sizes)):
-            for tile, copy in zip(self.tiles_of(source), self.tiles_of(target), strict=True):
-                if (layer, tile) in self.model:
-                    self.model[layer, copy] = self.model[layer, tile]
+        self.model |= copies
 
     # ---- memory and the file
 
