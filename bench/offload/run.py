@@ -7,7 +7,8 @@ with a half and an eighth of it (`--shares`), the rest in a file. For each kv_po
     of memory   that divided by the same policy's with all K/V in memory
     again       tokens a second if what memory lacks were computed again in each step, by the
                 measured rate of prompts
-    hits        of the layers of 16 tokens that were read, those in memory
+    tiles       of the layers of 16 tokens, those that were read
+    hits        of these, those in memory
     read        bytes a second that the steps fetch from the file
     of disk     that divided by what the disk gives to direct reads of as many bytes each at random
                 places, just before and just after
@@ -40,6 +41,7 @@ from memory.attention.tiled import TiledLocalPlan
 from memory.offload.scratch_file import open_file
 from memory.offload.unit_pool import OffloadCounts
 from memory.policies.setting import OFF
+from quant.kv import TILE_TOKENS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.runtime import load_runtime
@@ -61,6 +63,7 @@ class Figures:
     seconds: float
     rounds: int
     prompt_rows_s: float
+    num_layers: int
     counts: OffloadCounts | None = None
 
     @property
@@ -163,7 +166,8 @@ class Decoding:
         if before is not None and after is not None:
             names = OffloadCounts.__dataclass_fields__
             counts = OffloadCounts(**{n: getattr(after, n) - getattr(before, n) for n in names})
-        return Figures(sum(times), rounds, _PROMPT_ROWS / prompts, counts)
+        num_layers = len(self.runtime.model.attention_layers())
+        return Figures(sum(times), rounds, _PROMPT_ROWS / prompts, num_layers, counts)
 
     def close(self) -> None:
         memory = self.runtime.memory
@@ -207,22 +211,37 @@ def long_checkpoint(shape: str, num_tokens: int, folder: str) -> str:
 
 
 def _row(
-    name: str, found: Figures, whole: Figures, count: int, missing: int, disk: float
+    name: str,
+    found: Figures,
+    whole: Figures,
+    count: int,
+    num_tokens: int,
+    share: float,
+    disk: float,
 ) -> list[str]:
+    missing = int(count * num_tokens * (1 - share))
     again = count / (whole.step_s + missing / whole.prompt_rows_s)
     row = [name, f"{count / found.step_s:.1f}", f"{whole.step_s / found.step_s:.3f}"]
     if found.counts is None:
-        return [*row, "", "", "", ""]
+        return [*row, "", "", "", "", ""]
     counts = found.counts
     read = counts.fetched_bytes / found.seconds
     hits = counts.units_held / max(1, counts.units_read)
-    return [*row, f"{again:.2f}", f"{hits:.2f}", f"{read / 1e6:.0f}", f"{read / disk:.2f}"]
+    tiles = counts.units_read / (found.rounds * found.num_layers * count * num_tokens / TILE_TOKENS)
+    return [
+        *row,
+        f"{again:.2f}",
+        f"{tiles:.2f}",
+        f"{hits:.2f}",
+        f"{read / 1e6:.0f}",
+        f"{read / disk:.2f}",
+    ]
 
 
 def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
     count, folder = given.sequences, given.folder
     unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
-    names = ("tok/s", "of memory", "again", "hits", "read MB/s", "of disk")
+    names = ("tok/s", "of memory", "again", "tiles", "hits", "read MB/s", "of disk")
     table = Table(
         "kv_policy, K/V in memory",
         *[Column(name, justify="right") for name in names],
@@ -242,8 +261,7 @@ def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
             decoding.close()
             disk = (before + disk_rate(folder, unit)) / 2 if share < 1 else 0.0
             whole = whole or found
-            missing = int(count * num_tokens * (1 - share))
-            table.add_row(*_row(name, found, whole, count, missing, disk))
+            table.add_row(*_row(name, found, whole, count, num_tokens, share, disk))
     return table
 
 
