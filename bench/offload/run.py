@@ -230,7 +230,7 @@ def _row(
     tiles = counts.units_read / (found.rounds * found.num_layers * count * num_tokens / TILE_TOKENS)
     return [
         *row,
-        f"{again:.2f}",
+        f"{again:.3f}",
         f"{tiles:.2f}",
         f"{hits:.2f}",
         f"{read / 1e6:.0f}",

@@ -35,6 +35,7 @@ pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.small_pages,
 ]
+COSTLY = pytest.mark.exhaustive
 OFF, QUEST = "off", "quest:budget=64"
 LENGTHS = (15, 16, 127, 250, 400, 420, 440, 517)
 SETTINGS: dict[str, Any] = {"dtype": "int8", "max_model_len": 640, "max_num_seqs": 8}
@@ -123,7 +124,7 @@ def test_several_answers_to_one_prompt_share_what_is_fetched(policy, tmp_path):
         assert answers(llm, [question], one) == wanted
 
 
-@pytest.mark.parametrize("prefix_cache", [True, False])
+@pytest.mark.parametrize("prefix_cache", [False, pytest.param(True, marks=COSTLY)])
 def test_answers_are_the_same_after_preemption(prefix_cache, tmp_path):
     several, one = [prompt(length, seed=length) for length in (60, 90, 120, 150)], params(250)
     settings = {"prefix_cache": prefix_cache, "max_model_len": 420}
@@ -132,15 +133,15 @@ def test_answers_are_the_same_after_preemption(prefix_cache, tmp_path):
     little = {
         "memory_policy": "prompt_only",
         "max_num_seqs": 4,
-        "kv_cache_bytes": 1500 << 10,
-        "kv_offload_bytes": 1500 << 10,
+        "kv_cache_bytes": 1100 << 10,
+        "kv_offload_bytes": 1100 << 10,
         "kv_offload_dir": tmp_path,
     }
     with LLM(DEFAULT_MODEL, kv_policy=QUEST, **SETTINGS | settings | little) as llm:
         assert until_preempted(llm, lambda: answers(llm, several, one)) == roomy
 
 
-@pytest.mark.parametrize("policy", [OFF, QUEST])
+@pytest.mark.parametrize("policy", [pytest.param(OFF, marks=COSTLY), QUEST])
 def test_drafts_change_no_bit(policy, tmp_path):
     lengths = (127, 250, 300, 511)
     several = [{"prompt_token_ids": prompt(length, seed=length)} for length in lengths]
@@ -208,8 +209,15 @@ def flip_bytes(units: Residency) -> int:
     return count
 
 
-@pytest.mark.parametrize("length", [517, 512], ids=["shared pages", "a copied page"])
-@pytest.mark.parametrize("policy", [OFF, QUEST])
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [
+        pytest.param(OFF, 517, id="shared pages"),
+        pytest.param(QUEST, 512, id="a copied page"),
+        pytest.param(OFF, 512, marks=COSTLY),
+        pytest.param(QUEST, 517, marks=COSTLY),
+    ],
+)
 def test_a_changed_byte_makes_a_sequence_computed_again(policy, length, tmp_path, caplog):
     first, others = prompt(length, seed=517), prompts()[3:6]
     with offloaded(tmp_path, policy, 0.4) as llm:
