@@ -132,6 +132,9 @@ class OffloadedAttention:
             step.num_rows,
             step.kv_lens,
         )
+        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
+        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
+            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
         num_selecting = [0] * len(step.starts)
         if layout.has_bounds:
             starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
@@ -142,12 +145,17 @@ class OffloadedAttention:
                 )
                 native.select(*rows)
                 num_selecting = rows[0]
-        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
         guesses = [self._read.get(start) for start in step.starts]
-        plan = OffloadedPlan(self, native, tiles, num_selecting, step.starts, guesses)
-        if len(step.starts) > 1 and plan.num_whole > self._max_tiles:
-            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
-        return plan
+        return OffloadedPlan(
+            self, native, tiles, step.num_rows, num_selecting, step.starts, guesses
+        )
+
+    def _selects(self, step: AttentionStep) -> list[bool]:
+        """Returns which sequences have rows that select: those after a prompt."""
+        if self._selection is None or step.prompt_lens is None:
+            return [False] * len(step.starts)
+        lengths = zip(step.kv_lens, step.prompt_lens, strict=True)
+        return [kv_len > prompt_len for kv_len, prompt_len in lengths]
 
     # ---- for plans
 
@@ -180,6 +188,11 @@ class _StepTiles:
         found = self.tiles[chosen]
         return np.unique(found) if self.is_shared else found
 
+    def num_whole(self, selects: Sequence[bool]) -> int:
+        """Returns how many tiles the sequences have that do not select."""
+        counts = np.diff([0, *self.ends])
+        return len(self.numbers(np.repeat(~np.array(selects), counts)))
+
 
 def _tiles_of(step: AttentionStep, tile_bytes: int, pool_tiles: PoolTiles) -> _StepTiles:
     parts: list[Tiles] = []
@@ -206,26 +219,20 @@ class OffloadedPlan:
         attention: OffloadedAttention,
         step: TiledAttentionStep,
         tiles: _StepTiles,
+        num_rows: Sequence[int],
         num_selecting: Sequence[int],
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
     ) -> None:
-        """num_selecting: each sequence's last rows that select. guesses: what each layer may read
-        of them, from the first tile on."""
+        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what each
+        layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
         self._attention, self._step, self._tiles = attention, step, tiles
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
-        self._stores_first = any(n > 1 for n in num_selecting)
-
-    @property
-    def num_whole(self) -> int:
-        """The tiles of sequences that are read whole."""
-        if not self._chooses:
-            return len(self._all)
-        counts = np.diff([0, *self._tiles.ends])
-        return int(counts[~np.array(self._selects)].sum())
+        rows = zip(num_rows, num_selecting, strict=True)
+        self._stores_first = any(count > 1 and selecting for count, selecting in rows)
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
@@ -269,7 +276,7 @@ class OffloadedPlan:
 
     def _attend_chosen(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
         """Attends where rows select. A row chooses among the tiles before its own, so that it can
-        choose before k and v are stored, unless these complete a tile of another row."""
+        choose before k and v are stored, unless rows before it in the step complete tiles."""
         units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
         if self._stores_first:
             units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)

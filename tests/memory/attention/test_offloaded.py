@@ -80,7 +80,7 @@ class Units:
 class Offloaded:
     """RANGES ranges of the same tiles in another order: range 2 begins with those of range 0."""
 
-    def __init__(self, selection: Selection | None = None) -> None:
+    def __init__(self, selection: Selection | None = None, max_tiles: int = 10**9) -> None:
         self.layout = OffloadedKVLayout(LAYERS, 64, has_bounds=selection is not None)
         self.layout.pad_bounds(1)
         size = RANGES * TILES * max(self.layout.tile_bytes, self.layout.bounds_tile_bytes)
@@ -96,7 +96,7 @@ class Offloaded:
             return np.arange(first, first + count, dtype=np.int64)
 
         self.attention = OffloadedAttention(
-            self.layout, address, bounds, self.units, pool_tiles, selection
+            self.layout, address, bounds, self.units, pool_tiles, selection, max_tiles
         )
 
 
@@ -128,6 +128,10 @@ def steps() -> list[AttentionStep]:
         AttentionStep(0, [one, other], [200, 33], [200, 33], [300, 33]),
         AttentionStep(1, [other, one], [1, 100], [34, 300], [33, 300]),
     ]
+    # of a sequence that is computed again: rows of its prompt, and one or more after it
+    third = 2 * TILES * 16
+    for rows, end, prompt_len in ((100, 100, 211), (112, 212, 211), (60, 272, 211)):
+        found.append(AttentionStep(0, [third], [rows], [end], [prompt_len]))
     for i in range(20):
         found.append(AttentionStep(2, [one, other], [1, 2], [301 + i, 36 + 2 * i], [300, 33]))
     return found
@@ -177,6 +181,22 @@ def test_whole_sequences_are_fetched_ahead_layer_after_layer() -> None:
     compute(offloaded.attention, steps()[0], 0)
     everything = [*range(13), *range(TILES, TILES + 3)]
     assert offloaded.units.ahead == [(layer, everything) for layer in (1, 2, 0)]
+
+
+def test_sequences_that_do_not_fit_together_are_refused_before_anything_is_read() -> None:
+    selection = Selection(KVPolicy("quest", tokens=48))
+    offloaded = Offloaded(selection, max_tiles=15)
+    for step in (  # 13 tiles and 3 of another sequence
+        AttentionStep(0, [0], [200], [200], [200]),
+        AttentionStep(0, [TILES * 16], [33], [33], [33]),
+    ):
+        compute(offloaded.attention, step, 0)
+    offloaded.units.asked.clear()
+    before = selection.counts()
+    with pytest.raises(KVLostError, match="a layer of the step does not fit"):
+        offloaded.attention.plan(AttentionStep(0, [0, TILES * 16], [1] * 2, [201, 34], [201] * 2))
+    assert not offloaded.units.asked and selection.counts() == before
+    offloaded.attention.plan(AttentionStep(2, [0, TILES * 16], [1, 1], [201, 34], [200, 33]))
 
 
 def test_k_v_that_cannot_be_read_ends_the_step_and_lets_all_units_go() -> None:

@@ -93,6 +93,8 @@ def test_tokens_are_those_of_k_v_in_memory(policy, share, tmp_path):
         assert answers(llm, prompts(), params(24)) == expected(policy)
         counts = llm._loaded.offload.counts()
         assert counts.fetched_bytes > 0 and counts.written_bytes > 0
+        taken = os.fstat(llm._loaded.offload._memory.fileno()).st_blocks * 512
+        assert taken <= counts.resident_bytes <= llm._loaded.offload.max_bytes
         assert llm.stats().num_preemptions == 0
         if policy == QUEST:
             assert llm._loaded.selection.counts()["read"] > 0
