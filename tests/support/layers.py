@@ -220,6 +220,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
     "bench/quality": ("bench/common",),
+    "bench/offload": ("bench/common", "bench/quality"),
     "bench/cluster": (
         "bench/common",
         "bench/kernels",
