@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,11 +22,14 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
+from memory.attention.tiled import is_selectable
+from memory.policies.selection import Selection
 from ops.backend import Partial
 from ops.cuda import attention as kernels
 from ops.cuda.latent import CudaLatentLayer, LatentTiles
 from ops.cuda.prefill import LibraryPrefill
-from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
+from ops.cuda.selection import SelectingLayer, SelectionArrays
+from ops.kv_tiles import TILE_TOKENS, KVTiles, key_bounds_bytes, layer_bytes
 from quant.kv import MAX_LATENT_DIM, fitting_group, latent_format
 
 _DIM_UNIT = 16  # of a head, as the kernels have it
@@ -35,15 +39,25 @@ CudaLayer = kernels.CudaAttentionLayer | CudaLatentLayer
 class CudaKVLayout:
     """The layout of all layers' K and V in one tile's bytes. Head dimensions are padded with zeros
     to a multiple of 16, those of latents are not. A layer that shares the K/V of another has its
-    offset."""
+    offset. Where K/V is selected, the bounds of a tile's keys (ops.kv_tiles) follow the K/V of each
+    layer whose rows see all keys."""
 
     tile_tokens = TILE_TOKENS
 
-    def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype, group: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        group: int,
+        *,
+        has_bounds: bool = False,
+    ) -> None:
         """dtype: int8, bfloat16 or float32. group: the most values of a head that share a scale in
-        int8. Raises ValueError for heads that the kernels do not support."""
+        int8. has_bounds: whether K/V is selected. Raises ValueError for heads that the kernels do
+        not support."""
         self.layers = list(layers)
         self.dtype = dtype
+        self.bounds: list[bool] = []  # per layer, whether it has bounds
         self.groups: list[int | None] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
@@ -53,8 +67,12 @@ class CudaKVLayout:
             self.groups.append(fitting_group(dim, group) if is_int8 else None)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
+            is_selected = is_selectable(layer) and is_selectable(self.layers[owner])
+            self.bounds.append(has_bounds and is_selected)
             if owner != number:
                 continue
+            if self.bounds[number]:
+                offset += key_bounds_bytes(layer.num_kv_heads, dim)
             if layer.value_dim is None:
                 offset += layer_bytes(layer.num_kv_heads, dim, dtype, self.groups[number])
             else:
@@ -153,15 +171,18 @@ class CudaAttention:
         bases: Sequence[int],
         arrays: kernels.StepArrays,
         library: LibraryPrefill | None = None,
+        selection: Selection | None = None,
     ) -> None:
         """layers_of: for each layout, the numbers of its layers in the model. bases: for each
         layout, the address where its ranges begin. library: computes long chunks outside CUDA
-        graphs."""
+        graphs. selection: what decode rows read in layers with bounds; None: everything."""
         self.arrays = arrays
         self._library_rows = None if library is None else library.min_rows
-        self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
+        self._selection = selection
+        self._selected = None if selection is None else _selected_arrays(layouts, arrays)
+        self._host = torch.zeros(self.num_words, dtype=torch.int32)
         made = {
-            number: _made_layer(layout, place, base, library, arrays)
+            number: _made_layer(layout, place, base, library, arrays, self._selected)
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -169,18 +190,22 @@ class CudaAttention:
 
     @property
     def num_words(self) -> int:
-        """The int32 words of a host buffer for `fill`."""
-        return self.arrays.num_words
+        """The int32 words of a host buffer for `fill`: those of the step, and then those of rows
+        that select."""
+        selected = 0 if self._selected is None else self._selected.num_words
+        return self.arrays.num_words + selected
 
     def upload(self, host: Tensor) -> None:
         """Copies a filled host buffer to the device, in the order of its work."""
+        if self._selected is not None:
+            self._selected.upload(host[self.arrays.num_words :])
         self.arrays.upload(host)
 
     def plan(self, step: AttentionStep) -> CudaPlan:
         """Plans exactly these rows and uploads them. The device has finished the previous step."""
         num_rows, num_decodes = sum(step.num_rows), step.num_decodes
         chunks = self.fill(self._host, step, num_rows, num_decodes, is_captured=False)
-        self.arrays.upload(self._host)
+        self.upload(self._host)
         return self.view(num_rows, num_decodes, len(step.num_rows) > num_decodes, chunks)
 
     def fill(
@@ -194,8 +219,10 @@ class CudaAttention:
     ) -> Sequence[kernels.PrefillChunk]:
         """Writes a step, padded to these numbers, to host memory for `arrays.upload`. Returns the
         chunks that the library computes, for `view`; a captured step has none."""
+        if self._selected is not None:
+            self._fill_selected(host[self.arrays.num_words :], step)
         return self.arrays.fill(
-            host,
+            host[: self.arrays.num_words],
             step.starts,
             step.num_rows,
             step.kv_lens,
@@ -204,6 +231,17 @@ class CudaAttention:
             num_decodes,
             None if is_captured else self._library_rows,
         )
+
+    def _fill_selected(self, host: Tensor, step: AttentionStep) -> None:
+        """Writes what the decode rows of a step read. Rows of chunks read everything."""
+        assert self._selection is not None and self._selected is not None
+        n = step.num_decodes
+        budgets = np.zeros(n, np.int64)
+        if step.prompt_lens is not None:
+            each = step.num_rows[:n], step.kv_lens[:n], step.prompt_lens[:n]
+            counts, chosen = self._selection.plan(*each, TILE_TOKENS)
+            budgets[np.asarray(counts, bool)] = chosen
+        self._selected.fill(host, np.asarray(step.kv_lens[:n], np.int64), budgets)
 
     def view(
         self,
@@ -217,18 +255,34 @@ class CudaAttention:
         return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
 
 
+def _selected_arrays(
+    layouts: Sequence[CudaKVLayout], arrays: kernels.StepArrays
+) -> SelectionArrays | None:
+    """Returns the buffers of rows that select; None if no layer has bounds."""
+    heads = [
+        layer.num_kv_heads
+        for layout in layouts
+        for layer, has_bounds in zip(layout.layers, layout.bounds, strict=True)
+        if has_bounds
+    ]
+    return SelectionArrays(arrays, max(heads)) if heads else None
+
+
 def _made_layer(
     layout: CudaKVLayout,
     place: int,
     base: int,
     library: LibraryPrefill | None,
     arrays: kernels.StepArrays,
+    selected: SelectionArrays | None,
 ) -> CudaLayer:
     tiles = layout.tiles(place)
     if isinstance(tiles, LatentTiles):
         assert library is None, "libraries do not attend to latents"
         return CudaLatentLayer(tiles, base)
     sinks = _sinks(layout.layers[place], arrays)
+    if selected is not None and layout.bounds[place]:
+        return SelectingLayer(tiles, base, selected, library, sinks)
     return kernels.CudaAttentionLayer(tiles, base, library, sinks)
 
 

@@ -21,6 +21,8 @@ from ops.triton_kernels.selection.bounds import bound_keys
 from ops.triton_kernels.selection.choice import MAX_TILES, choose_tiles
 from ops.triton_kernels.selection.scores import score_tiles
 
+MAX_TOKENS = MAX_TILES * TILE_TOKENS
+"""Of a sequence whose rows select."""
 _COUNTS = 4  # rows that choose, items of rows that read everything, items of others, padding
 
 
@@ -32,10 +34,9 @@ class SelectionArrays:
     """
 
     def __init__(self, steps: StepArrays, num_kv_heads: int) -> None:
-        """num_kv_heads: the most of a layer. Raises ValueError for contexts that are too long."""
+        """num_kv_heads: the most of a layer."""
+        assert steps.max_len <= MAX_TOKENS, f"{steps.max_len} tokens"
         max_tiles = -(-steps.max_len // TILE_TOKENS)
-        if max_tiles > MAX_TILES:
-            raise ValueError(f"contexts above {MAX_TILES * TILE_TOKENS} tokens with kv_policy")
         self.steps, self._max_tiles = steps, max_tiles
         sizes = {"counts": _COUNTS, "slots": 2 * steps.max_seqs, "choices": 4 * steps.max_seqs}
         sizes |= {"whole": 4 * steps.max_items, "part": 4 * steps.max_items}

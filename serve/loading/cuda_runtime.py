@@ -23,17 +23,19 @@ from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory, torch_view
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
+from memory.policies.selection import Selection
 from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
 from ops.cuda.attention import StepArrays
 from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.prefill import LibraryPrefill, installed
+from ops.cuda.selection import MAX_TOKENS as MAX_SELECTED_TOKENS
 from ops.kv_tiles import KVTiles
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.disk_store import open_kv_store
-from serve.loading.kv_layouts import state_layout
+from serve.loading.kv_layouts import device_layout, open_selection, selects, state_layout
 from serve.loading.kv_sizing import KVSizes, refuse_chunks, size_kv
 from serve.loading.precision import Precision
 from serve.machine import available_memory
@@ -63,6 +65,7 @@ class CudaParts(NamedTuple):
     memory: CudaMemory | LinuxMemory
     runner: CudaRunner
     secret: bytes | None
+    selection: Selection | None
 
 
 def make_step_device(device: torch.device) -> StepDevice:
@@ -83,6 +86,7 @@ def load_cuda(
     """Makes K/V memory, attention and a warmed-up runner. kv_share: the part of the device's K/V
     memory that is the model's; the rest is a draft model's. ConfigError names the setting."""
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
+    selection = open_selection(config, precision, model.attention_layers())
     found = described_kv(config, spec, precision, model, device, shapes)
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
@@ -96,8 +100,17 @@ def load_cuda(
     free_bytes = int(kv_bytes(model, device, shapes, gathered) * kv_share)
     made = make_kv(config, spec, found, device, free_bytes)
     try:
-        attention = made.attention(found, library)
-        runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
+        attention = made.attention(found, library, selection)
+        runner = CudaRunner(
+            model,
+            made.kv,
+            attention,
+            sampler,
+            device,
+            shapes,
+            memory=made.memory,
+            selects=selection is not None,
+        )
         made.settle = runner.settle
         secret = made.use_disk(precision)
         if device.device.type == "cuda":
@@ -105,7 +118,7 @@ def load_cuda(
     except BaseException:
         made.memory.close()
         raise
-    return CudaParts(attention, made.kv, made.memory, runner, secret)
+    return CudaParts(attention, made.kv, made.memory, runner, secret, selection)
 
 
 class DescribedKV(NamedTuple):
@@ -184,11 +197,12 @@ def kv_layouts(
 ) -> list[CudaKVLayout]:
     """Returns the layout of each layer group. ConfigError if the kernels do not have one."""
     refuse_chunks(layers, max_len, "on a GPU")
-    kind, groups = getattr(torch, precision.kv), group_layers(layers, max_len)
-    try:
-        return [CudaKVLayout(layers_in(layers, ids), kind, config.kv_group) for _, ids in groups]
-    except ValueError as error:
-        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
+    if selects(config) and max_len > MAX_SELECTED_TOKENS:
+        raise ConfigError(
+            f"kv_policy on a GPU needs a max_model_len of at most {MAX_SELECTED_TOKENS}"
+        )
+    groups = group_layers(layers, max_len)
+    return [device_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
 
 
 def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
@@ -303,12 +317,16 @@ class DeviceMemory:
             raise
 
     def attention(
-        self, found: DescribedKV, library: LibraryPrefill | None = None
+        self,
+        found: DescribedKV,
+        library: LibraryPrefill | None = None,
+        selection: Selection | None = None,
     ) -> CudaAttention | CudaStatefulAttention:
-        """Returns attention over the K/V, and the states. library: computes long chunks."""
+        """Returns attention over the K/V, and the states. library: computes long chunks. selection:
+        what decode rows read; None: everything."""
         bases = [self._address + self.kv.group_offset(i) for i in range(len(found.groups))]
         layers_of = [ids for _, ids in found.groups]
-        attention = CudaAttention(found.layouts, layers_of, bases, found.arrays, library)
+        attention = CudaAttention(found.layouts, layers_of, bases, found.arrays, library, selection)
         if found.states is None:
             return attention
         from memory.states.cuda import CudaStatefulAttention, CudaStates

@@ -205,6 +205,7 @@ def _load_cuda(
         parts.memory,
         parts.secret,
         runner=parts.runner,
+        selection=parts.selection,
     )
 
 

@@ -87,17 +87,11 @@ class SelectedTiles(Tiles):
             self.starts, self.lens = starts, lens
 
     def chosen(self, q: Tensor, sequence: int, kv_len: int, budget: int) -> tuple[Tensor, Tensor]:
-        """Returns the tiles that one row q: [H, D] should read, bool [Hk, tiles], by the stored
-        bounds, and of which heads the choice is clear."""
-        own, heads = (kv_len - 1) // TILE, self.layer.num_kv_heads
+        """Returns what `chosen_by` does, for one row q: [H, D] and the stored bounds."""
+        own = (kv_len - 1) // TILE
         if not 0 < budget <= own:
-            return torch.ones(heads, own + 1, dtype=torch.bool), torch.ones(heads, dtype=torch.bool)
-        most, least = (x.permute(1, 0, 2) for x in self.bounds(sequence, own))
-        of_heads = q.double().cpu().reshape(heads, -1, q.shape[-1])
-        above, below = of_heads.clamp(min=0).sum(1), of_heads.clamp(max=0).sum(1)
-        scores = (above[:, None] * most + below[:, None] * least).sum(-1)
-        chosen, is_clear = chosen_tiles(scores, budget - 1)
-        return torch.cat((chosen, torch.ones(heads, 1, dtype=torch.bool)), 1), is_clear
+            return chosen_by(q, None, own, 0)
+        return chosen_by(q, self.bounds(sequence, own), own, budget)
 
     def attention_over(
         self, q: Tensor, sequence: int, kv_len: int, read: Tensor
@@ -105,6 +99,7 @@ class SelectedTiles(Tiles):
         """Returns the attention of one row over tiles, bool [Hk, tiles], in fp64, and the largest
         error that roundings make."""
         (k, v), q, scale = self.read(sequence, kv_len), q.cpu(), self.layer.scale
+        read = read.expand(self.layer.num_kv_heads, -1)
         options = {"soft_cap": self.layer.soft_cap, "sinks": self.sinks}
         out = selected_attention(q, k, v, read, scale, **options)
         if q.dtype == torch.float32:
@@ -124,3 +119,32 @@ def read_by(table: Tensor, budget: int, num_tiles: int) -> Tensor:
     assert (listed.diff(dim=1) > 0).all(), f"{listed}"
     read = torch.zeros(len(table), num_tiles, dtype=torch.bool)
     return read.scatter_(1, listed, value=True)
+
+
+def chosen_by(
+    q: Tensor, bounds: tuple[Tensor, Tensor] | None, own: int, budget: int
+) -> tuple[Tensor, Tensor]:
+    """Returns the tiles that one row q: [H, D] should read, bool [Hk, tiles], and of which heads
+    the choice is clear. bounds: the largest and smallest values of the `own` tiles before the
+    row's, [tiles, Hk, D]; None: all tiles are read."""
+    if bounds is None:
+        return torch.ones(1, own + 1, dtype=torch.bool), torch.ones(1, dtype=torch.bool)
+    most, least = (x.permute(1, 0, 2) for x in bounds)
+    of_heads = q.double().cpu().reshape(len(most), -1, q.shape[-1])
+    above, below = of_heads.clamp(min=0).sum(1), of_heads.clamp(max=0).sum(1)
+    chosen, is_clear = chosen_tiles(
+        (above[:, None] * most + below[:, None] * least).sum(-1), budget - 1
+    )
+    return torch.cat((chosen, torch.ones(len(chosen), 1, dtype=torch.bool)), 1), is_clear
+
+
+def rounded_bounds(k: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the bounds of complete tiles of stored keys k: [T, Hk, D], as `bound_keys` rounds
+    them, fp64 [tiles, Hk, D]."""
+    count = len(k) // TILE
+    tiles = k[: count * TILE].double().reshape(count, TILE, *k.shape[1:])
+    most, least = tiles.amax(1), tiles.amin(1)
+    largest = torch.maximum(most.abs(), least.abs()).amax(-1, keepdim=True)
+    steps = (largest.float() / 127 * (1 + 2.0**-20)).double()
+    safe = torch.where(steps > 0, steps, 1.0)
+    return (most / safe).ceil() * steps, (least / safe).floor() * steps
