@@ -1,0 +1,166 @@
+"""The engine on the CUDA back end whose decoded tokens read a part of the K/V, in the interpreter
+or on a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from memory.attention.seam import AttentionLayer, AttentionStep
+from memory.policies.setting import parse_kv_policy
+from serve import LLM, SamplingParams
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.model_source import load_weights, read_source
+from serve.loading.precision import resolve_precision
+from serve.loading.runtime import load_runtime
+from serve.models.progress import LoadProgress
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.engine.logprobs import divergence
+from tests.support.memory.selected_reference import SelectedReference
+from tests.support.speculation.mixed_requests import answers_of, results
+from tests.support.speculation.scripted import draft_by_script, num_accepted
+
+pytestmark = pytest.mark.exhaustive
+
+pytest.importorskip("triton")
+
+NUM_PROMPT, NUM_DECODED = 75, 8
+SETTINGS = {
+    "backend": "cuda",
+    "dtype": "float32",
+    "kv_dtype": "int8",
+    "max_num_seqs": 4,
+    "max_model_len": 128,
+    "max_num_batched_tokens": 64,
+    "kv_cache_bytes": 8 << 20,
+}
+SMALL = "quest:budget=32"
+
+
+def model() -> str:
+    return str(checkpoint("llama", "long"))
+
+
+def text(length: int, seed: int = 1) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(2, 300) for _ in range(length)]
+
+
+def params(num_tokens: int = NUM_DECODED, **more: object) -> SamplingParams:
+    base = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
+    return SamplingParams(**(base | more))
+
+
+def answers(llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_DECODED) -> list[object]:
+    outputs = llm.generate(prompts, params(num_tokens), use_tqdm=False)
+    return [(x.outputs[0].token_ids, x.outputs[0].cumulative_logprob) for x in outputs]
+
+
+def steps() -> list[tuple[int, int]]:
+    end = NUM_PROMPT + NUM_DECODED
+    return [(0, NUM_PROMPT), *[(i, i + 1) for i in range(NUM_PROMPT, end)]]
+
+
+def decoded(policy: str, tokens: list[int]) -> torch.Tensor:
+    """Returns log-probabilities after each decoded token."""
+    settings = SETTINGS | {"max_num_batched_tokens": NUM_PROMPT}
+    runtime = load_runtime(EngineConfig(model=model(), kv_policy=policy, **settings))
+    target = runtime.kv.open(len(tokens))
+    found, device = [], runtime.model.device
+    with torch.inference_mode():
+        for first, end in steps():
+            assert runtime.kv.grow(target, end, first)
+            runtime.kv.commit()
+            step = AttentionStep(int(first > 0), [target.start], [end - first], [end], [NUM_PROMPT])
+            hidden = runtime.model.forward(
+                torch.tensor(tokens[first:end], device=device),
+                torch.arange(first, end, device=device),
+                runtime.attention.plan(step),
+            )
+            if first:
+                logits = runtime.model.logits(hidden)
+                found.append(torch.log_softmax(logits, -1).double().cpu())
+    runtime.kv.close(target)
+    memory = runtime.memory
+    del runtime
+    memory.close()
+    return torch.cat(found)
+
+
+def reference(policy: str, tokens: list[int]) -> torch.Tensor:
+    """Returns the same by slow attention in fp64."""
+    config = EngineConfig(model=model(), dtype="float32", backend="cpu")
+    weights = load_weights(read_source(config), LoadProgress())
+    attention = SelectedReference(weights.attention_layers(), parse_kv_policy(policy))
+    found = []
+    with torch.inference_mode():
+        for first, end in steps():
+            attention.is_decoded = first > 0
+            ids, positions = torch.tensor(tokens[first:end]), torch.arange(first, end)
+            hidden = weights.forward(ids, positions, attention)
+            if first:
+                found.append(torch.log_softmax(weights.logits(hidden), -1).double())
+    return torch.cat(found)
+
+
+def test_decoded_tokens_have_the_distributions_of_the_reference():
+    tokens = text(NUM_PROMPT + NUM_DECODED)
+    found, wanted, everything = (
+        decoded(SMALL, tokens),
+        reference(SMALL, tokens),
+        decoded("off", tokens),
+    )
+    error, of_policy = divergence(wanted, found), divergence(wanted, everything)
+    assert float(error.mean()) < 0.05 * float(of_policy.mean()), "of another rule"
+
+
+def test_a_budget_of_everything_gives_the_bits_of_no_policy():
+    prompts, found = [text(n, seed=n) for n in (20, 50, 60)], {}
+    for policy in ("off", "quest:budget=100%", SMALL):
+        with LLM(model(), kv_policy=policy, **SETTINGS) as llm:
+            found[policy] = answers(llm, prompts)
+            counts = llm._loaded.selection
+            if policy == SMALL:
+                held = sum(-(-(n + i) // 16) for n in (20, 50, 60) for i in range(1, NUM_DECODED))
+                assert counts.counts() == {"read": 3 * (NUM_DECODED - 1) * 2, "held": held}
+    assert found["quest:budget=100%"] == found["off"]
+    assert found[SMALL][0] == found["off"][0], "within the budget"
+    assert found[SMALL][1:] != found["off"][1:]
+
+
+@pytest.mark.small_pages
+def test_a_prefix_hit_and_drafts_change_no_bit():
+    """Bounds lie in the pages that are found, and a rejected draft leaves no trace in them."""
+    settings = SETTINGS | {"kv_page_bytes": 4096, "speculation": "off"}
+    prompts = [{"prompt_token_ids": text(n, seed=3)} for n in (62, 75)]
+    those = [params(12, seed=i, temperature=0.7) for i in range(2)]
+    with LLM(model(), kv_policy=SMALL, prefix_cache=False, **settings) as llm:
+        pairs = zip(prompts, those, strict=True)
+        outputs = [llm.generate([p], [one], use_tqdm=False)[0] for p, one in pairs]
+        draft_by_script(llm, answers_of(prompts, outputs), 0.7)
+        assert results(llm.generate(prompts, those, use_tqdm=False)) == results(outputs)
+        assert num_accepted(llm) > 5
+    with LLM(model(), kv_policy=SMALL, **settings) as llm:
+        first = llm.generate(prompts[:1], those[:1], use_tqdm=False)
+        second = llm.generate(prompts[1:], those[1:], use_tqdm=False)
+        assert llm.stats().prefix_hit_tokens > 0
+        assert results([*first, *second]) == results(outputs)
+
+
+def test_contexts_above_what_a_program_chooses_from_are_refused():
+    from serve.loading.cuda_runtime import kv_layouts
+
+    config = EngineConfig(model=model(), kv_policy=SMALL, **SETTINGS)
+    spec = read_source(config).spec
+    precision, layers = resolve_precision(config, spec), [AttentionLayer(4, 2, 64, 0.1)]
+    assert kv_layouts(config, precision, layers, 524288)[0].bounds == [True]
+    with pytest.raises(ConfigError, match="kv_policy on a GPU needs a max_model_len of at most 52"):
+        kv_layouts(config, precision, layers, 524289)
+
+
+def test_models_without_layers_to_select_in_are_refused():
+    with pytest.raises(ConfigError, match="kv_policy quest has nothing to select"):
+        LLM(str(checkpoint("deepseek_v2", "long")), kv_policy=SMALL, **SETTINGS)
