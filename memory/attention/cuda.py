@@ -8,6 +8,7 @@ CUDA graph can be launched again for other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -155,6 +156,38 @@ def step_arrays(
     return kernels.StepArrays(max_rows, max_seqs, max_len, shapes, device, windows)
 
 
+class SelectedRows(NamedTuple):
+    """What decode rows read, and the buffers for the next step's."""
+
+    selection: Selection
+    arrays: SelectionArrays
+
+    def fill(self, host: Tensor, step: AttentionStep) -> None:
+        """Writes the decode rows of a step to host memory. Rows of chunks read everything."""
+        n = step.num_decodes
+        budgets = np.zeros(n, np.int64)
+        if step.prompt_lens is not None:
+            each = step.num_rows[:n], step.kv_lens[:n], step.prompt_lens[:n]
+            counts, chosen = self.selection.plan(*each, TILE_TOKENS)
+            budgets[np.asarray(counts, bool)] = chosen
+        self.arrays.fill(host, np.asarray(step.kv_lens[:n], np.int64), budgets)
+
+
+def selected_rows(
+    selection: Selection | None, layouts: Sequence[CudaKVLayout], arrays: kernels.StepArrays
+) -> SelectedRows | None:
+    """Returns the buffers of rows that select in the layers with bounds; None if none does."""
+    heads = [
+        layer.num_kv_heads
+        for layout in layouts
+        for layer, has_bounds in zip(layout.layers, layout.bounds, strict=True)
+        if has_bounds
+    ]
+    if selection is None or not heads:
+        return None
+    return SelectedRows(selection, SelectionArrays(arrays, max(heads)))
+
+
 class CudaAttention:
     """Implements PlannedAttention over the K/V of one or several layer groups.
 
@@ -171,18 +204,17 @@ class CudaAttention:
         bases: Sequence[int],
         arrays: kernels.StepArrays,
         library: LibraryPrefill | None = None,
-        selection: Selection | None = None,
+        selected: SelectedRows | None = None,
     ) -> None:
         """layers_of: for each layout, the numbers of its layers in the model. bases: for each
         layout, the address where its ranges begin. library: computes long chunks outside CUDA
-        graphs. selection: what decode rows read in layers with bounds; None: everything."""
+        graphs. selected: what decode rows read in layers with bounds; None: everything."""
         self.arrays = arrays
         self._library_rows = None if library is None else library.min_rows
-        self._selection = selection
-        self._selected = None if selection is None else _selected_arrays(layouts, arrays)
+        self._selected = selected
         self._host = torch.zeros(self.num_words, dtype=torch.int32)
         made = {
-            number: _made_layer(layout, place, base, library, arrays, self._selected)
+            number: _made_layer(layout, place, base, library, arrays, selected)
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -192,13 +224,13 @@ class CudaAttention:
     def num_words(self) -> int:
         """The int32 words of a host buffer for `fill`: those of the step, and then those of rows
         that select."""
-        selected = 0 if self._selected is None else self._selected.num_words
+        selected = 0 if self._selected is None else self._selected.arrays.num_words
         return self.arrays.num_words + selected
 
     def upload(self, host: Tensor) -> None:
         """Copies a filled host buffer to the device, in the order of its work."""
         if self._selected is not None:
-            self._selected.upload(host[self.arrays.num_words :])
+            self._selected.arrays.upload(host[self.arrays.num_words :])
         self.arrays.upload(host)
 
     def plan(self, step: AttentionStep) -> CudaPlan:
@@ -219,9 +251,7 @@ class CudaAttention:
     ) -> Sequence[kernels.PrefillChunk]:
         """Writes a step, padded to these numbers, to host memory for `arrays.upload`. Returns the
         chunks that the library computes, for `view`; a captured step has none."""
-        if self._selected is not None:
-            self._fill_selected(host[self.arrays.num_words :], step)
-        return self.arrays.fill(
+        chunks = self.arrays.fill(
             host[: self.arrays.num_words],
             step.starts,
             step.num_rows,
@@ -231,17 +261,9 @@ class CudaAttention:
             num_decodes,
             None if is_captured else self._library_rows,
         )
-
-    def _fill_selected(self, host: Tensor, step: AttentionStep) -> None:
-        """Writes what the decode rows of a step read. Rows of chunks read everything."""
-        assert self._selection is not None and self._selected is not None
-        n = step.num_decodes
-        budgets = np.zeros(n, np.int64)
-        if step.prompt_lens is not None:
-            each = step.num_rows[:n], step.kv_lens[:n], step.prompt_lens[:n]
-            counts, chosen = self._selection.plan(*each, TILE_TOKENS)
-            budgets[np.asarray(counts, bool)] = chosen
-        self._selected.fill(host, np.asarray(step.kv_lens[:n], np.int64), budgets)
+        if self._selected is not None:
+            self._selected.fill(host[self.arrays.num_words :], step)
+        return chunks
 
     def view(
         self,
@@ -255,26 +277,13 @@ class CudaAttention:
         return CudaPlan(self._layers, self.arrays, num_rows, num_decodes, has_prompts, chunks)
 
 
-def _selected_arrays(
-    layouts: Sequence[CudaKVLayout], arrays: kernels.StepArrays
-) -> SelectionArrays | None:
-    """Returns the buffers of rows that select; None if no layer has bounds."""
-    heads = [
-        layer.num_kv_heads
-        for layout in layouts
-        for layer, has_bounds in zip(layout.layers, layout.bounds, strict=True)
-        if has_bounds
-    ]
-    return SelectionArrays(arrays, max(heads)) if heads else None
-
-
 def _made_layer(
     layout: CudaKVLayout,
     place: int,
     base: int,
     library: LibraryPrefill | None,
     arrays: kernels.StepArrays,
-    selected: SelectionArrays | None,
+    selected: SelectedRows | None,
 ) -> CudaLayer:
     tiles = layout.tiles(place)
     if isinstance(tiles, LatentTiles):
@@ -282,7 +291,7 @@ def _made_layer(
         return CudaLatentLayer(tiles, base)
     sinks = _sinks(layout.layers[place], arrays)
     if selected is not None and layout.bounds[place]:
-        return SelectingLayer(tiles, base, selected, library, sinks)
+        return SelectingLayer(tiles, base, selected.arrays, library, sinks)
     return kernels.CudaAttentionLayer(tiles, base, library, sinks)
 
 

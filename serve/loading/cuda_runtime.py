@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from memory.attention.cuda import CudaAttention, CudaKVLayout, padded_dim, step_arrays
+from memory.attention.cuda import (
+    CudaAttention,
+    CudaKVLayout,
+    SelectedRows,
+    padded_dim,
+    selected_rows,
+    step_arrays,
+)
 from memory.attention.grouped import group_layers
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket, layers_in
 from memory.kv_manager import KVManager
@@ -86,8 +93,8 @@ def load_cuda(
     """Makes K/V memory, attention and a warmed-up runner. kv_share: the part of the device's K/V
     memory that is the model's; the rest is a draft model's. ConfigError names the setting."""
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
-    selection = open_selection(config, precision, model.attention_layers())
     found = described_kv(config, spec, precision, model, device, shapes)
+    selection = None if found.selected is None else found.selected.selection
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
         sampler.allocate_counts()  # before warm-up, because a new size recompiles kernels
@@ -100,7 +107,7 @@ def load_cuda(
     free_bytes = int(kv_bytes(model, device, shapes, gathered) * kv_share)
     made = make_kv(config, spec, found, device, free_bytes)
     try:
-        attention = made.attention(found, library, selection)
+        attention = made.attention(found, library)
         runner = CudaRunner(
             model,
             made.kv,
@@ -123,13 +130,15 @@ def load_cuda(
 
 class DescribedKV(NamedTuple):
     """How a device stores a model's K/V. groups: window and layer numbers of each layout. arrays:
-    the buffers of a step. states: those of other layers, whose group is the last one."""
+    the buffers of a step. states: those of other layers, whose group is the last one. selected:
+    the decode rows that read a part of the K/V."""
 
     max_len: int
     groups: list[tuple[int | None, list[int]]]
     layouts: list[CudaKVLayout]
     arrays: StepArrays
     states: StateLayout | None
+    selected: SelectedRows | None
 
     @property
     def layer_groups(self) -> list[LayerGroup]:
@@ -166,7 +175,8 @@ def described_kv(
         device=device.device,
     )
     layouts = kv_layouts(config, precision, layers, max_len)
-    found = DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays, None)
+    selected = selected_rows(open_selection(config, precision, layers), layouts, arrays)
+    found = DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays, None, selected)
     page_bytes = _unit_bytes(device) or 1
     states = state_layout(config, spec, found.layer_groups, page_bytes=page_bytes, has_drafts=False)
     return found._replace(states=states)
@@ -317,16 +327,14 @@ class DeviceMemory:
             raise
 
     def attention(
-        self,
-        found: DescribedKV,
-        library: LibraryPrefill | None = None,
-        selection: Selection | None = None,
+        self, found: DescribedKV, library: LibraryPrefill | None = None
     ) -> CudaAttention | CudaStatefulAttention:
-        """Returns attention over the K/V, and the states. library: computes long chunks. selection:
-        what decode rows read; None: everything."""
+        """Returns attention over the K/V, and the states. library: computes long chunks."""
         bases = [self._address + self.kv.group_offset(i) for i in range(len(found.groups))]
         layers_of = [ids for _, ids in found.groups]
-        attention = CudaAttention(found.layouts, layers_of, bases, found.arrays, library, selection)
+        attention = CudaAttention(
+            found.layouts, layers_of, bases, found.arrays, library, found.selected
+        )
         if found.states is None:
             return attention
         from memory.states.cuda import CudaStatefulAttention, CudaStates

@@ -18,7 +18,13 @@ from tests.support.memory.selected_kv import selected_attention
 
 pytest.importorskip("triton")
 
-from memory.attention.cuda import CudaAttention, CudaKVLayout, padded_dim, step_arrays
+from memory.attention.cuda import (
+    CudaAttention,
+    CudaKVLayout,
+    padded_dim,
+    selected_rows,
+    step_arrays,
+)
 from ops.kv_tiles import key_bounds_bytes
 from tests.support.cuda.cuda_kv import DEVICE
 from tests.support.cuda.selected_tiles import TILE, chosen_by, rounded_bounds
@@ -64,7 +70,8 @@ class Memory:
         )
         bases = [x.data_ptr() + -x.data_ptr() % 16 for x in self.buffers]
         ids = [ids for _, ids in groups]
-        self.attention = CudaAttention(layouts, ids, bases, arrays, None, self.selection)
+        selected = selected_rows(self.selection, layouts, arrays)
+        self.attention = CudaAttention(layouts, ids, bases, arrays, None, selected)
 
 
 def results(memory: Memory, layers: list[AttentionLayer], *, only: int | None = None):

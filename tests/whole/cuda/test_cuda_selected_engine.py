@@ -44,17 +44,17 @@ def model() -> str:
     return str(checkpoint("llama", "long"))
 
 
-def text(length: int, seed: int = 1) -> list[int]:
+def text(length: int, seed: int) -> list[int]:
     rng = random.Random(seed)
     return [rng.randrange(2, 300) for _ in range(length)]
 
 
-def params(num_tokens: int = NUM_DECODED, **more: object) -> SamplingParams:
+def params(num_tokens: int, **more: object) -> SamplingParams:
     base = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
     return SamplingParams(**(base | more))
 
 
-def answers(llm: LLM, prompts: list[list[int]], num_tokens: int = NUM_DECODED) -> list[object]:
+def answers(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[object]:
     outputs = llm.generate(prompts, params(num_tokens), use_tqdm=False)
     return [(x.outputs[0].token_ids, x.outputs[0].cumulative_logprob) for x in outputs]
 
@@ -107,7 +107,8 @@ def reference(policy: str, tokens: list[int]) -> torch.Tensor:
 
 
 def test_decoded_tokens_have_the_distributions_of_the_reference():
-    tokens = text(NUM_PROMPT + NUM_DECODED)
+    # in this text no two tiles at the edge have scores that differ by less than 0.2 %
+    tokens = text(NUM_PROMPT + NUM_DECODED, seed=4)
     found, wanted, everything = (
         decoded(SMALL, tokens),
         reference(SMALL, tokens),
@@ -118,14 +119,15 @@ def test_decoded_tokens_have_the_distributions_of_the_reference():
 
 
 def test_a_budget_of_everything_gives_the_bits_of_no_policy():
-    prompts, found = [text(n, seed=n) for n in (20, 50, 60)], {}
+    lengths, num_tokens, found = (20, 50), 5, {}
+    prompts = [text(n, seed=n) for n in lengths]
     for policy in ("off", "quest:budget=100%", SMALL):
         with LLM(model(), kv_policy=policy, **SETTINGS) as llm:
-            found[policy] = answers(llm, prompts)
-            counts = llm._loaded.selection
+            found[policy] = answers(llm, prompts, num_tokens)
             if policy == SMALL:
-                held = sum(-(-(n + i) // 16) for n in (20, 50, 60) for i in range(1, NUM_DECODED))
-                assert counts.counts() == {"read": 3 * (NUM_DECODED - 1) * 2, "held": held}
+                held = sum(-(-(n + i) // 16) for n in lengths for i in range(1, num_tokens))
+                read = 2 * 2 * (num_tokens - 1)
+                assert llm._loaded.selection.counts() == {"read": read, "held": held}
     assert found["quest:budget=100%"] == found["off"]
     assert found[SMALL][0] == found["off"][0], "within the budget"
     assert found[SMALL][1:] != found["off"][1:]
@@ -134,7 +136,7 @@ def test_a_budget_of_everything_gives_the_bits_of_no_policy():
 @pytest.mark.small_pages
 def test_a_prefix_hit_and_drafts_change_no_bit():
     """Bounds lie in the pages that are found, and a rejected draft leaves no trace in them."""
-    settings = SETTINGS | {"kv_page_bytes": 4096, "speculation": "off"}
+    settings = SETTINGS | {"kv_page_bytes": 4096, "speculation": "off", "max_num_seqs": 16}
     prompts = [{"prompt_token_ids": text(n, seed=3)} for n in (62, 75)]
     those = [params(12, seed=i, temperature=0.7) for i in range(2)]
     with LLM(model(), kv_policy=SMALL, prefix_cache=False, **settings) as llm:
