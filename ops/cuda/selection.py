@@ -23,7 +23,8 @@ from ops.triton_kernels.selection.scores import score_tiles
 
 MAX_TOKENS = MAX_TILES * TILE_TOKENS
 """Of a sequence whose rows select."""
-_COUNTS = 4  # rows that choose, items of rows that read everything, items of others, padding
+_COUNTS = 12  # rows that choose, items of rows that read everything, items of others
+_COUNT_WORDS = 4  # of each, as kernels are compiled for addresses that are multiples of 16 bytes
 
 
 class SelectionArrays:
@@ -49,7 +50,9 @@ class SelectionArrays:
         device = steps.buffer.device
         self.buffer = torch.zeros(at, dtype=torch.int32, device=device)
         counts = self._part("counts")
-        self.num_choices, self.num_whole, self.num_part = (counts[i : i + 1] for i in range(3))
+        self.num_choices, self.num_whole, self.num_part = (
+            counts[i : i + 1] for i in range(0, _COUNTS, _COUNT_WORDS)
+        )
         self.slots = self._part("slots").view(-1, 2)
         self.choices = self._part("choices").view(-1, 4)
         self.whole, self.part = (self._part(name).view(-1, 4) for name in ("whole", "part"))
@@ -82,12 +85,12 @@ class SelectionArrays:
         choices = self._host(words, "choices").reshape(-1, 4)[: len(rows)]
         choices[:, 0], choices[:, 1], choices[:, 2] = rows, held[rows] - 1, budget[rows] - 1
         choices[:, 3] = 0
-        self._host(words, "counts")[:] = len(rows), num_whole, num_part, 0
+        self._host(words, "counts")[::_COUNT_WORDS] = len(rows), num_whole, num_part
 
     def upload(self, host: Tensor) -> None:
         """Copies a filled host buffer to the device, in stream order."""
-        counts = self._host(host.numpy(), "counts")
-        for name, count in (("whole", int(counts[1])), ("part", int(counts[2]))):
+        _, *counts = self._host(host.numpy(), "counts")[::_COUNT_WORDS].tolist()
+        for name, count in zip(("whole", "part"), counts, strict=True):
             at, _ = self._places[name]
             first, end = 0 if name == "whole" else at, at + 4 * count
             self.buffer[first:end].copy_(host[first:end], non_blocking=True)
