@@ -9,6 +9,8 @@ from tests.support.cuda.cuda_kv import DEVICE, random_kv, random_q
 from tests.support.cuda.selected_tiles import TILE, SelectedTiles, read_by
 from tests.support.profile import every_day
 
+from ops.triton_kernels.selection.scores import PIECES, constants  # isort: skip
+
 pytestmark = pytest.mark.usefixtures("seeded")
 BF16, FP32, INT8 = torch.bfloat16, torch.float32, torch.int8
 
@@ -151,9 +153,19 @@ def test_of_equal_scores_the_newest_are_chosen(wanted):
         assert found == [*sorted(order[100 - wanted :]), 100]
 
 
-def test_scores_that_are_no_numbers_choose_as_many_tiles_as_any():
+@pytest.mark.parametrize("wanted", [7, 39])
+def test_scores_that_are_no_numbers_choose_as_many_tiles_as_any(wanted):
     scores = torch.full((2, 40), float("nan"))
     scores[1] *= -1
-    scores[1].view(torch.int32)[3] = -1  # the least order, which absent tiles have, too
-    for found in choose(scores, 7).tolist():
-        assert len(set(found)) == 8 and found == sorted(found) and found[-1] == 40
+    scores[1].view(torch.int32)[[3, 9]] = -1  # the least order, which absent tiles have, too
+    for found in choose(scores, wanted).tolist():
+        assert len(set(found)) == wanted + 1 and found == sorted(found) and found[-1] == 40
+
+
+def test_tiles_of_which_each_program_scores_several_blocks():
+    length = 4400
+    tiles = make(2, 1, 512, FP32, lens=[length], q_dtype=FP32)
+    block = constants(tiles.layer, length)["BLOCK"]
+    assert length // TILE > PIECES * block + block
+    tiles.bound([tiles.starts[0] + i for i in range(15, length, TILE)])
+    check(tiles, random_q(1, 2, 512, FP32), [0], [length], [12])
