@@ -150,6 +150,19 @@ def test_a_prefix_hit_and_drafts_change_no_token():
         assert llm._loaded.selection.num_read < llm._loaded.selection.num_held
 
 
+@pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
+def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family):
+    """Beside layers with a state, and with windows and sinks."""
+    settings, path = SETTINGS | {"speculation": "off"}, str(checkpoint(family, "long"))
+    found = {}
+    for policy in ("off", "quest:budget=100%", SMALL):
+        with LLM(path, kv_policy=policy, **settings) as llm:
+            found[policy] = answers(llm, [text(44, seed=3)], 6)
+            if policy == SMALL:
+                assert llm._loaded.selection.counts() == {"read": 5 * 2, "held": 4 * 3 + 4}
+    assert found["quest:budget=100%"] == found["off"] != found[SMALL]
+
+
 def test_contexts_above_what_a_program_chooses_from_are_refused():
     from serve.loading.cuda_runtime import kv_layouts
 
