@@ -226,6 +226,7 @@ def _load_cuda(
         parts.memory,
         parts.secret,
         runner=parts.runner,
+        selection=parts.selection,
     )
 
 
