@@ -341,6 +341,7 @@ class EngineConfig(KVEventSettings):
         is_random = self.load_format == "random"
         self.check_weight_peers({"converter": self.converter, "load_format random": is_random})
         self.check_kv_policy(self.num_ranks)
+        self.check_kv_offload(self.num_ranks)
         self.check_events(self.prefix_cache, self.memory_nodes)
         page = self.kv_page_bytes
         if page is not None and page % 4096:

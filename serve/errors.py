@@ -11,6 +11,7 @@ MergestepError
 └── GenerationError        the engine failed while serving this request
     ├── MemoryLostError    memory nodes are lost and no other memory is left; try again later
     ├── WeightsLostError   weights cannot be read from the disk
+    ├── OffloadLostError   K/V cannot be read from the disk
     └── RankLostError      a rank of the model is lost and was not replaced in time; try again later
 """
 
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 
 WEIGHTS_LOST = "weights cannot be read from the disk; try again later"
+KV_LOST = "K/V cannot be read from the disk; try again later"
 GROUP_LOST = "a rank of the model is lost; try again later"
 
 
@@ -86,6 +88,10 @@ class MemoryLostError(GenerationError):
 
 class WeightsLostError(GenerationError):
     """Weights that are not in memory cannot be read from the disk, or have changed there."""
+
+
+class OffloadLostError(GenerationError):
+    """K/V of the request that is not in memory cannot be read from the disk."""
 
 
 class RankLostError(GenerationError):

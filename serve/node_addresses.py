@@ -115,3 +115,13 @@ def check_beside_nodes(setting: str, others: Mapping[str, object]) -> None:
     for name, value in others.items():
         if value not in (None, ()):
             raise ConfigError(f"{name} cannot be used with {setting}")
+
+
+def check_endpoint(name: str, endpoint: str | None) -> None:
+    if endpoint is None:
+        return
+    scheme, _, rest = endpoint.partition("://")
+    host, _, port = rest.rpartition(":")
+    is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
+    if not is_tcp and not (scheme in ("ipc", "inproc") and rest):
+        raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")

@@ -10,7 +10,7 @@ from typing import Protocol, TypedDict
 
 from memory.policies.setting import OFF, KVPolicy, parse_kv_policy
 from serve.errors import ConfigError
-from serve.node_addresses import check_address, checked_addresses
+from serve.node_addresses import check_address, check_endpoint, checked_addresses
 
 MAX_MESSAGE_CHARS = 1024
 MAX_DRAFT_TOKENS = 15  # grammars follow a sequence as long as no more of its last tokens change
@@ -203,6 +203,7 @@ def check_counts(settings: _Counts) -> None:
         "kvp_segment_tokens",
         "lend_bytes",
         "kv_replica_bytes",
+        "kv_offload_bytes",
         "tokenize_threads",
         "compute_threads",
         "tensor_parallel_size",
@@ -283,6 +284,8 @@ class KVPolicyOptions(WeightPeerOptions, total=False):
     """The fields of KVPolicySettings as keyword arguments."""
 
     kv_policy: str
+    kv_offload_bytes: int | None
+    kv_offload_dir: str | Path | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,9 +296,15 @@ class KVPolicySettings(WeightPeerSettings):
         pages that matter most to it; "window", "h2o", "snapkv", "keyformer" and "pyramid" drop the
         rest. The budget is a number of tokens or a share of the sequence, at least 128 tokens:
         quest:budget=1024, h2o:budget=25%. Answers change unless the budget is everything.
+    kv_offload_bytes: K/V of running sequences that is on the disk beyond the kv_cache_bytes in
+        memory, and is read when attention needs it. None: all of it is in memory.
+    kv_offload_dir: the directory of the file, which has no name and ends with the process; None:
+        the user's cache.
     """
 
     kv_policy: str = OFF
+    kv_offload_bytes: int | None = None
+    kv_offload_dir: str | Path | None = None
 
     @property
     def policy(self) -> KVPolicy | None:
@@ -324,6 +333,21 @@ class KVPolicySettings(WeightPeerSettings):
         drafts = getattr(self, "speculation", OFF)
         if policy.evicts and drafts not in ("lookup", OFF):  # lookup drafts nothing then
             raise ConfigError(f"speculation {drafts} cannot be used with kv_policy {policy.name}")
+
+    def check_kv_offload(self, num_ranks: int) -> None:
+        """Checks the settings against the others of EngineConfig."""
+        if self.kv_offload_dir is not None:
+            check_folder("kv_offload_dir", self.kv_offload_dir)
+        if self.kv_offload_bytes is None:
+            return
+        for name in ("kv_cache_dir", *_WITHOUT_KV_POLICY):
+            if getattr(self, name):
+                raise ConfigError(f"{name} cannot be used with kv_offload_bytes")
+        if num_ranks > 1:
+            raise ConfigError("a model in several ranks cannot have kv_offload_bytes")
+        drafts = getattr(self, "speculation", OFF)
+        if drafts not in ("lookup", OFF):  # others have K/V of their own
+            raise ConfigError(f"speculation {drafts} cannot be used with kv_offload_bytes")
 
 
 class KVEventOptions(KVPolicyOptions, total=False):
@@ -362,7 +386,7 @@ class KVEventSettings(KVPolicySettings):
         names = ("kv_events", "kv_events_replay_endpoint", "kv_events_topic")
         check_texts(self, names)
         for name in names[:2]:
-            _check_endpoint(name, getattr(self, name))
+            check_endpoint(name, getattr(self, name))
         if self.kv_events is None:
             return
         if not has_prefixes:
@@ -371,13 +395,3 @@ class KVEventSettings(KVPolicySettings):
             raise ConfigError(
                 "kv_events cannot be used with memory_nodes, where several caches hold pages"
             )
-
-
-def _check_endpoint(name: str, endpoint: str | None) -> None:
-    if endpoint is None:
-        return
-    scheme, _, rest = endpoint.partition("://")
-    host, _, port = rest.rpartition(":")
-    is_tcp = scheme == "tcp" and host and port.isdecimal() and int(port) <= 65535
-    if not is_tcp and not (scheme in ("ipc", "inproc") and rest):
-        raise ConfigError(f"{name} must be tcp://HOST:PORT or ipc://PATH, not {endpoint!r}")

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from memory.pages.linux_vmm import LinuxMemory
+from memory.pages.lost_kv import KVLostError
 
 Tiles = npt.NDArray[np.int64]
 """Numbers of tiles in the pool: page * tiles_per_page + tile in the page."""
@@ -94,7 +95,10 @@ class OffloadedMemory:
         if self.units is None:
             self._kv.copy_page(source, target)
         else:
-            self.units.copy_page(source, target)
+            try:
+                self.units.copy_page(source, target)
+            except OSError as error:
+                raise KVLostError.of(error) from error
         if self._bounds is not None:
             self._bounds.copy_page(source, target)
 

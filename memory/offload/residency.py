@@ -45,13 +45,10 @@ class Residency:
         max_bytes: int,
     ) -> None:
         """Owns the file from now on. slices: the (offset in a tile, bytes) of each layer's K/V.
-        max_bytes: of K/V in memory, without bounds. Raises ValueError if two layers of the whole
-        pool do not fit into it, OSError if the file cannot be used."""
+        max_bytes: of K/V in memory, without bounds; a layer that asks for more than fits fails.
+        Raises OSError if the file cannot be used."""
         assert tile_bytes == memory.tile_bytes, f"{tile_bytes=}"
         assert all(n % _ALIGNMENT == 0 for part in slices for n in part), f"{slices=}"
-        largest = max(size for _, size in slices) * memory.num_tiles
-        if 2 * largest > max_bytes:
-            raise ValueError(f"{max_bytes=}: two layers of the pool have {2 * largest} bytes")
         self._pool = UnitPool(memory, slices, max_bytes)
         self._states = self._pool.states
         self._memory = memory
@@ -65,6 +62,11 @@ class Residency:
         works = {"ahead": self._fetch_all_ahead, "write": self._write_all}
         self._threads = [_start(name, work, file.lane()) for name, work in works.items()]
         memory.units = self
+
+    @property
+    def max_bytes(self) -> int:
+        """The most memory of K/V."""
+        return self._pool.max_bytes
 
     # ---- layers
 
@@ -199,7 +201,7 @@ class Residency:
                     granted = pool.reserve_clean(order, num_bytes)
                     self._fetch_granted(lane, layer, tiles, granted, order)
             except OSError as error:  # the layer itself will try again and fail
-                logger.warning("K/V was not fetched ahead: %s", error)
+                logger.debug("K/V was not fetched ahead: %s", error)
                 with pool.lock:
                     self._ahead.pop(layer, None)
 

@@ -206,9 +206,9 @@ ENGINE_OPTIONS: dict[str, Option] = {
         MEMORY,
         "Directory of the disk tier, for K/V that does not fit into memory; it survives a restart.",
     ),
-    "kv_disk_bytes": Option(
-        MEMORY, "Most K/V of one model in --kv-cache-dir; by default 16GiB.", is_size=True
-    ),
+    "kv_disk_bytes": Option(MEMORY, "Most K/V in --kv-cache-dir; default: 16GiB.", is_size=True),
+    "kv_offload_bytes": Option(MEMORY, "Running K/V on disk, beyond memory.", is_size=True),
+    "kv_offload_dir": Option(MEMORY, "Its directory; default: the user's cache.", "DIR"),
     "memory_policy": Option(
         MEMORY,
         "Admission by memory: predicted, worst_case or prompt_only.",

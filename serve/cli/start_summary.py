@@ -104,6 +104,8 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
         where = f" here and borrowed ({len(engine.config.borrow)})"
     elif kvp:
         where = f" here, and more on {kvp} nodes for sequences beyond a segment"
+    elif engine.loaded.offload is not None:
+        where = f", {format_memory(engine.loaded.offload.max_bytes)} of it in memory"
     elif not nodes and wanted >= total + stats.kv_page_bytes:
         where = f" (of {format_memory(wanted)} asked for; the settings never use more)"
     return (

@@ -51,6 +51,7 @@ from serve.text.chat_template import ChatTemplate
 from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from memory.offload.residency import Residency
     from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
     from serve.loading.streaming.stream import WeightStream
@@ -84,6 +85,7 @@ class LoadedEngine:
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None
     weight_stream: WeightStream | None = None
+    offload: Residency | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None
     recorder: BlockRecorder | None = None
@@ -199,6 +201,7 @@ def _load(
         weight_peers=runtime.weight_peers,
         selection=runtime.selection,
         weight_stream=runtime.weight_stream,
+        offload=runtime.offload,
         lengths_file=prediction.file,
         recorder=_record_blocks(config, scheduler),
     )

@@ -21,9 +21,11 @@ from memory.partitioned_kv import PartitionedKV
 from memory.segmented_kv import SegmentedKV
 from serve.errors import (
     GROUP_LOST,
+    KV_LOST,
     WEIGHTS_LOST,
     GenerationError,
     MemoryLostError,
+    OffloadLostError,
     RankLostError,
     WeightsLostError,
 )
@@ -47,6 +49,8 @@ def generation_error(text: str) -> GenerationError:
         return RankLostError(text)
     if text == WEIGHTS_LOST:
         return WeightsLostError(text)
+    if text == KV_LOST:
+        return OffloadLostError(text)
     kind = MemoryLostError if text in (NODES_LOST, TOO_LITTLE_LEFT) else GenerationError
     return kind(text)
 

@@ -12,11 +12,14 @@ from typing import Protocol
 
 from memory.evicting_kv import changes_with_rows
 from memory.nodes.errors import NodesLostError
+from memory.pages.lost_kv import KVLostError
+from memory.prefix.cache import PrefixCache
+from memory.prefix.lost_pages import drop_pages
 from serve.engine.output_processor import StepRecord
 from serve.engine.pools import OutputThread
 from serve.engine.stats import StepCounters
 from serve.engine.step_trace import StepTraces
-from serve.errors import WEIGHTS_LOST, WeightsLostError
+from serve.errors import KV_LOST, WEIGHTS_LOST, WeightsLostError
 from serve.request import FinishReason
 from serve.runner.runner import Runner, StepResult
 from serve.scheduler.scheduler import Scheduler
@@ -61,6 +64,7 @@ class StepExecutor:
         self._has_states = changes_with_rows(scheduler.kv)
         # Sequences of a step that failed -> the tokens they must have computed alone.
         self._suspects: dict[Sequence, int] = {}
+        self._computed_again: set[Sequence] = set()  # as K/V on the disk was lost
         # When the previous step's tokens were there; None after a pause.
         self._busy_since_s: float | None = None
 
@@ -168,11 +172,11 @@ class StepExecutor:
         clear_frames(error)
         if len(plan.sequences) == 1:
             sequence = plan.sequences[0]
+            if isinstance(error, KVLostError) and self._compute_again(sequence, error):
+                return
             logger.error("a step of %s failed", sequence.request.request_id, exc_info=error)
             self._suspects.pop(sequence, None)
-            is_disk = isinstance(error, WeightsLostError)
-            why = WEIGHTS_LOST if is_disk else f"{type(error).__name__} in the engine"
-            self._end_sequence(sequence, FinishReason.ERROR, why)
+            self._end_sequence(sequence, FinishReason.ERROR, _reason(error))
             return
         if self._has_states:
             self._suspect(plan)
@@ -180,6 +184,25 @@ class StepExecutor:
         middle = len(plan.sequences) // 2
         for part in (range(middle), range(middle, len(plan.sequences))):
             self._run(plan.subset(part))
+
+    def _compute_again(self, sequence: Sequence, error: KVLostError) -> bool:
+        """Preempts a sequence some of whose K/V is lost, once, so that all of it is computed again;
+        returns whether it did. None of its pages is found by other sequences any more."""
+        self._drop_cached(sequence)
+        again = {each for each in self._computed_again if not each.is_finished}
+        self._computed_again = again
+        if sequence in again:
+            return False
+        again.add(sequence)
+        logger.warning("%s is computed again: %s", sequence.request.request_id, error)
+        self._preempt([sequence])
+        return True
+
+    def _drop_cached(self, sequence: Sequence) -> None:
+        prefixes, target = self._scheduler.kv.prefixes, sequence.kv_range
+        if isinstance(prefixes, PrefixCache) and target is not None:
+            to_copy = [source for part in target.parts for source, _ in part.copies]
+            drop_pages(prefixes, [*target.pages, *to_copy])
 
     def _without_late(self, plan: StepPlan, late: Collection[Sequence]) -> StepPlan:
         """Returns what counts of a plan without sequences whose masks were late. Those of a model
@@ -213,6 +236,13 @@ class StepExecutor:
             return [plan]
         others = [i for i, each in enumerate(plan.sequences) if each not in self._suspects]
         return [plan.subset(part) for part in (*[[i] for i in alone], others) if part]
+
+
+def _reason(error: Exception) -> str:
+    """Returns what a client is told of a failed step."""
+    if isinstance(error, WeightsLostError):
+        return WEIGHTS_LOST
+    return KV_LOST if isinstance(error, KVLostError) else f"{type(error).__name__} in the engine"
 
 
 def clear_frames(error: BaseException | None) -> None:

@@ -29,13 +29,13 @@ from ops.backend import Backend, Partial
 from ops.cuda.device_sampler import DeviceSampler
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.cuda_lanes import open_lanes, reserved_bytes
 from serve.loading.cuda_runtime import UNIT_BYTES, kv_bytes
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.precision import Precision
 from serve.loading.remote_memory import RemoteMemory, open_remote_memory
 from serve.machine import local_kv_bytes
 from serve.models import Decoder, ModelSpec
+from serve.runner.cuda_lanes import open_lanes, reserved_bytes
 from serve.runner.cuda_remote_runner import CudaRemoteRunner
 from serve.runner.cuda_runner import CudaRunner
 from serve.runner.graph_shapes import StepShapes

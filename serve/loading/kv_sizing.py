@@ -48,12 +48,14 @@ def size_kv(
     free_bytes: int | None = None,
     unit_bytes: int | None = None,
     is_trial: bool = False,
+    setting: str = "kv_cache_bytes",
 ) -> KVSizes:
     """Returns pages and context length that fit the memory. ConfigError names the setting.
 
     free_bytes: K/V bytes if no setting gives them; by default a part of this machine's memory.
     unit_bytes: page size of the device; by default a page size is chosen for this machine.
     is_trial: the sizes are only a statement, and no change of settings is logged.
+    setting: what errors call the K/V bytes.
     """
     max_len = spec.max_model_len
     if config.max_model_len is not None:
@@ -84,7 +86,7 @@ def size_kv(
     least = sum(-(-group.token_bytes * group.tile_tokens // page) for group in padded)
     if least > num_pages:  # before each page of the longest context gets a number
         raise ConfigError(
-            f"kv_cache_bytes {budget} holds not even {format_memory(least * page)}, the K/V and"
+            f"{setting} {budget} holds not even {format_memory(least * page)}, the K/V and"
             " states of a sequence's first tokens"
         )
     pages_for = PageLayout(padded, page, max_len, config.chunk_tokens).pages_for
@@ -92,7 +94,7 @@ def size_kv(
     if fits < max_len:
         if config.kv_cache_bytes is not None or config.max_model_len is not None or fits < 1:
             raise ConfigError(
-                f"kv_cache_bytes {budget} holds {fits} tokens, less than one sequence of "
+                f"{setting} {budget} holds {fits} tokens, less than one sequence of "
                 f"max_model_len {max_len}; raise the one or lower the other"
             )
         if not is_trial:

@@ -50,6 +50,7 @@ from serve.setting_checks import check_for_states
 
 if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
+    from memory.offload.residency import Residency
     from memory.states.layout import StateLayout
     from serve.loading.kvp import Segments
     from serve.loading.streaming.stream import WeightStream
@@ -78,6 +79,7 @@ class Runtime:
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None  # which tiles decoded rows read; None: all
     weight_stream: WeightStream | None = None
+    offload: Residency | None = None  # of K/V that is partly on the disk
 
 
 def load_runtime(
@@ -112,6 +114,10 @@ def _load(
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
     check_policy(config, precision, spec)
+    if config.kv_offload_bytes is not None or config.kv_offload_dir is not None:
+        from serve.loading.kv_offload import check_offload  # only such engines need it
+
+        check_offload(config, precision, spec)
     source = source._replace(weight_budget=weight_budget(config, spec, precision))
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
@@ -134,6 +140,8 @@ def _load_beside(source: ModelSource, model: StepModel, kv_share: float) -> Runt
     config, spec, precision, backend, *_ = source
     if config.memory_nodes:
         return _load_remote(config, spec, precision, model, backend)
+    if config.kv_offload_bytes is not None:
+        return _load_offloaded(config, spec, precision, model)
     free_bytes = None
     if kv_share < 1.0 and config.kv_cache_bytes is None:
         free_bytes = int(local_kv_bytes() * kv_share)
@@ -168,6 +176,19 @@ def _load_remote(
         nodes=remote.nodes,
         selection=remote.attention.selection,
     )
+
+
+def _load_offloaded(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, model: StepModel
+) -> Runtime:
+    """Makes K/V in memory and on the disk, whose modules are imported only here."""
+    from serve.loading.kv_offload import open_offloaded
+
+    found = open_offloaded(config, spec, precision, model.attention_layers())
+    log_sizes(config, precision, found.kv)
+    made = Runtime(spec, precision, model, found.attention, found.kv, found.memory)
+    made.selection, made.offload = found.selection, found.units
+    return made
 
 
 def _load_cuda(
@@ -212,6 +233,7 @@ def _load_cuda(
         parts.memory,
         parts.secret,
         runner=parts.runner,
+        selection=parts.selection,
     )
 
 

@@ -193,8 +193,9 @@ TABLE: dict[str, tuple[str, ...]] = {
     "memory/prefix": ("memory/pages",),
     "memory/policies": (),
     "memory/pages": (),
-    "ops/cuda": ("ops/triton_kernels", "ops"),
+    "ops/cuda": ("ops/triton_kernels", "ops/triton_kernels/selection", "ops"),
     "ops/cpu": ("ops",),
+    "ops/triton_kernels/selection": ("ops/triton_kernels", "ops"),
     "ops/triton_kernels": ("ops",),
     "ops": (),
     "quant": (),
@@ -226,6 +227,7 @@ TABLE: dict[str, tuple[str, ...]] = {
     "bench/nodes": ("bench/common", "bench/load", "bench/plan"),
     "bench/soak": ("bench/common",),
     "bench/quality": ("bench/common",),
+    "bench/offload": ("bench/common", "bench/quality"),
     "bench/cluster": (
         "bench/common",
         "bench/kernels",

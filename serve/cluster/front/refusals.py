@@ -15,7 +15,7 @@ from serve.http.edge.sse import named_event
 ELSEWHERE = frozenset(
     {"draining", "handed_over", "model_not_ready", "continuation_differs"}
     | {"engine_failed", "engine_stuck", "memory_nodes_lost", "rank_lost"}
-    | {"weights_lost"}
+    | {"weights_lost", "kv_lost"}
 )
 _REFUSALS = frozenset({503, 409})
 # Responses are stored where they were made.

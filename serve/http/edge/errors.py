@@ -16,6 +16,7 @@ from serve.errors import (
     EngineStoppedError,
     GenerationError,
     MemoryLostError,
+    OffloadLostError,
     OverloadedError,
     RankLostError,
     RequestError,
@@ -184,6 +185,8 @@ def to_api_error(exc: Exception, request_id: str) -> ApiError:
         return rank_lost(str(exc))
     if isinstance(exc, WeightsLostError):
         return weights_lost(str(exc))
+    if isinstance(exc, OffloadLostError):
+        return _lost(str(exc), "kv_lost")
     if isinstance(exc, GenerationError):
         logger.warning("request %s failed in the engine: %s", request_id, exc)
         return internal_error()

@@ -85,8 +85,19 @@ class Exposition:
         workers = engine.worker_bytes()
         stream = engine.loaded.weight_stream
         streaming = None if stream is None else asdict(stream.stats())
+        units = engine.loaded.offload
         return MetricSources(
-            stats, view, counters, cache, kept, workers, charged, weights, selection, streaming
+            stats,
+            view,
+            counters,
+            cache,
+            kept,
+            workers,
+            charged,
+            weights,
+            selection,
+            streaming,
+            None if units is None else asdict(units.counts()),
         )
 
 

@@ -24,7 +24,7 @@ class MetricSources:
     """The sources of the metrics at one moment. cache: labels with the K/V configuration. kept:
     what is kept between requests, by name. workers: resident bytes of the child processes.
     charged_bytes: see memory_budget.py. selection: what is read; None: everything. streaming: of
-    weights that are read from the disk, by name."""
+    weights that are read from the disk, by name; offload: of K/V."""
 
     stats: EngineStats
     view: CoreView
@@ -36,6 +36,7 @@ class MetricSources:
     weights: WeightStats | None = None
     selection: Selection | None = None
     streaming: Mapping[str, float] | None = None
+    offload: Mapping[str, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The metrics of weights that are read from the disk in every step."""
+"""The metrics of weights and of K/V that steps read from the disk."""
 
 from __future__ import annotations
 
@@ -22,6 +22,24 @@ def _experts(sources: MetricSources) -> Sampled:
     return by({label: found[name] for label, name in names.items()})
 
 
+def _kv(sources: MetricSources, name: str) -> float | None:
+    return None if sources.offload is None else sources.offload[name]
+
+
+def _units(sources: MetricSources) -> Sampled:
+    found = sources.offload
+    if found is None:
+        return []
+    held = found["units_held"]
+    return by({"memory": held, "disk": found["units_read"] - held})
+
+
+def _moved(sources: MetricSources) -> Sampled:
+    found = sources.offload
+    kinds = ("fetched", "ahead", "written")
+    return [] if found is None else by({kind: found[f"{kind}_bytes"] for kind in kinds})
+
+
 STREAMING = (
     MetricSpec("gauge", "weights_resident_bytes",
                "Memory of weights of which the rest is on the disk, with buffers.",
@@ -38,4 +56,15 @@ STREAMING = (
                lambda r: _of(r, "expert_guesses")),
     MetricSpec("counter", "weights_expert_guesses_used", "Those of them that it used.",
                lambda r: _of(r, "expert_used_guesses")),
+    MetricSpec("gauge", "kv_offload_resident_bytes",
+               "Memory of K/V of which the rest is on the disk, without bounds.",
+               lambda r: _kv(r, "resident_bytes")),
+    MetricSpec("counter", "kv_offload_units",
+               "Layers of 16 tokens of K/V that steps asked for, by where they were.", _units,
+               ("found",)),
+    MetricSpec("counter", "kv_offload_moved_bytes",
+               "Bytes of K/V fetched from the disk, those of them that were fetched ahead, and"
+               " those written.", _moved, ("kind",)),
+    MetricSpec("counter", "kv_offload_waited_seconds", "Seconds that steps waited for K/V.",
+               lambda r: _kv(r, "waited_s")),
 )  # fmt: skip

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from memory.offload import scratch_file
-from memory.offload.residency import Residency
 from tests.support.memory.offloaded_units import BLOCK, units
 
 
@@ -50,11 +49,12 @@ def a_step(kv, dice):
         assert kv.memory_bytes() <= kv.max_bytes
 
 
-def test_two_layers_must_fit(tmp_path):
-    with units(tmp_path, sizes=[BLOCK] * 4) as kv:
-        slices = [(0, BLOCK)] * 4
-        with pytest.raises(ValueError, match="two layers of the pool"):
-            Residency(kv.memory, kv.scratch, slices, kv.tile_bytes, 2 * 32 * BLOCK - 1)
+def test_a_layer_that_does_not_fit_fails_and_a_smaller_one_goes_on(tmp_path):
+    with units(tmp_path, sizes=[BLOCK] * 4, max_bytes=8 * BLOCK) as kv:
+        with pytest.raises(OSError, match="no K/V can leave memory"):
+            kv.begin(0, [], range(9))
+        for layer in (0, 1, 0):
+            kv.visit(layer, [], range(8))
 
 
 def test_what_fits_is_never_written(tmp_path):

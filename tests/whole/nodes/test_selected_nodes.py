@@ -232,7 +232,7 @@ def test_what_cannot_select_is_refused(tmp_path):
         LLM(DEFAULT_MODEL, **SETTINGS, **far, memory_partition="sequence")
     with pytest.raises(ConfigError, match=r"kv_policy quest needs kv_dtype int8 or int4, not fl"):
         LLM(DEFAULT_MODEL, dtype="float32", **far)
-    with pytest.raises(ConfigError, match=r"kv_policy quest needs the cpu back end"):
+    with pytest.raises(ConfigError, match=r"kv_policy quest with memory_nodes needs the cpu"):
         LLM(DEFAULT_MODEL, backend="cuda", dtype="int8", kv_dtype="int8", **far)
     with pytest.raises(ConfigError, match=r"memory_nodes cannot be used with kv_policy h2o"):
         LLM(DEFAULT_MODEL, **SETTINGS, **far | {"kv_policy": "h2o:budget=25%"})

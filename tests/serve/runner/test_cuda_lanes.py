@@ -12,8 +12,8 @@ import torch
 from memory.nodes.lane_layout import MAX_BYTES
 from memory.pages.cuda_device import CudaError, CudaUnavailableError
 from serve import EngineConfig
-from serve.loading import cuda_lanes
-from serve.loading.cuda_lanes import open_lanes, reserved_bytes
+from serve.runner import cuda_lanes
+from serve.runner.cuda_lanes import open_lanes, reserved_bytes
 
 GPU = SimpleNamespace(device=torch.device("cuda:0"), stream=77)
 RDMA = ("rdma://a:1", "rdma://b:1", "tcp://c:1")

@@ -1,0 +1,285 @@
+"""Decoding with more K/V than memory: python -m bench.offload.run.
+
+Sequences with random K/V decode together on a model with random weights, with all K/V in memory and
+with a half and an eighth of it (`--shares`), the rest in a file. For each kv_policy it prints
+
+    tok/s       tokens a second of all sequences
+    of memory   that divided by the same policy's with all K/V in memory
+    again       tokens a second if what memory lacks were computed again in each step, by the
+                measured rate of prompts
+    tiles       of the layers of 16 tokens, those that were read
+    hits        of these, those in memory
+    read        bytes a second that the steps fetch from the file
+    of disk     that divided by what the disk gives to direct reads of as many bytes each at random
+                places, just before and just after
+
+Tokens are drawn at random and random heads choose at random, so that a step tells little about the
+next one: a trained model finds more of what it reads in memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.table import Column, Table
+
+from bench.common import tables
+from bench.common.checkpoint_shapes import config_of
+from bench.common.checkpoints import write_random
+from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
+from memory.attention.seam import Attention, AttentionStep
+from memory.attention.tiled import TiledLocalPlan
+from memory.offload.scratch_file import open_file
+from memory.offload.unit_pool import OffloadCounts
+from memory.policies.setting import OFF
+from quant.kv import TILE_TOKENS
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.runtime import load_runtime
+from serve.models import read_spec
+
+_FILLED = 2048  # tokens stored at once
+_PROMPT_ROWS = 256
+_SPARE = 512  # tokens of a sequence behind its context
+_DISK_S = 1.0
+_AT_ONCE = 256  # reads
+_POLICIES = (OFF, "quest:budget=12%", "quest:budget=6%")
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """seconds: of `rounds` steps with a row of each sequence. prompt_rows_s: rows of a prompt in a
+    second. counts: of the measured steps, where K/V is in a file."""
+
+    seconds: float
+    rounds: int
+    prompt_rows_s: float
+    num_layers: int
+    counts: OffloadCounts | None = None
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds / self.rounds
+
+
+class Decoding:
+    """Sequences of num_tokens tokens of random K/V that decode together."""
+
+    def __init__(
+        self,
+        model: str,
+        policy: str,
+        num_sequences: int,
+        num_tokens: int,
+        share: float,
+        folder: str,
+    ) -> None:
+        """share: of all K/V in memory; 1: all."""
+        self._num_tokens, self._next = num_tokens, num_tokens
+        self._rng = random.Random(0)
+        settings = {
+            "dtype": "int8",
+            "load_format": "random",
+            "max_model_len": num_tokens + _SPARE,
+            "max_num_seqs": num_sequences,
+            "kv_policy": policy,
+        }
+        whole = num_sequences * (num_tokens + _SPARE)
+        config = EngineConfig(model, **settings, kv_cache_bytes=8 << 30)  # type: ignore[arg-type]
+        if share < 1:
+            pool = whole * _token_bytes(model) * 101 // 100
+            in_memory = int(pool * share)
+            config = EngineConfig(
+                model,
+                **settings,  # type: ignore[arg-type]
+                kv_cache_bytes=in_memory,
+                kv_offload_bytes=pool - in_memory,
+                kv_offload_dir=folder,
+            )
+        self.runtime = load_runtime(config)
+        kv = self.runtime.kv
+        self._ranges = [kv.open(num_tokens + _SPARE) for _ in range(num_sequences)]
+        for item in self._ranges:
+            assert kv.grow(item, num_tokens + _SPARE), "all sequences fit"
+        kv.commit()
+        for number in range(num_sequences):
+            self._fill(number)
+
+    def _fill(self, number: int) -> None:
+        layers = self.runtime.model.attention_layers()
+        for first in range(0, self._num_tokens, _FILLED):
+            rows = min(_FILLED, self._num_tokens - first)
+            step = AttentionStep(0, [self._ranges[number].start], [rows], [first + rows])
+            plan = self.runtime.attention.plan(step)
+            assert isinstance(plan, TiledLocalPlan | OffloadedPlan)
+            for layer, each in enumerate(layers):
+                k = torch.randn(rows, each.num_kv_heads, each.head_dim)
+                plan.store(layer, k, k.roll(1, 0), None)
+
+    def _plan(self, step: AttentionStep) -> Attention:
+        return self.runtime.attention.plan(step)
+
+    def step(self) -> float:
+        """Returns the seconds of a step with one more token of each sequence."""
+        count, starts = len(self._ranges), [item.start for item in self._ranges]
+        self._next += 1
+        step = AttentionStep(
+            count, starts, [1] * count, [self._next] * count, [self._num_tokens] * count
+        )
+        ids = torch.tensor([self._rng.randrange(1000) for _ in starts])
+        return self._timed(step, ids, torch.full((count,), self._next - 1))
+
+    def prompt_step(self) -> float:
+        """Returns the seconds of _PROMPT_ROWS rows in the middle of a sequence."""
+        first = self._num_tokens // 2
+        step = AttentionStep(
+            0, [self._ranges[0].start], [_PROMPT_ROWS], [first + _PROMPT_ROWS], [self._num_tokens]
+        )
+        ids = torch.arange(_PROMPT_ROWS)
+        return self._timed(step, ids, torch.arange(first, first + _PROMPT_ROWS))
+
+    def _timed(self, step: AttentionStep, ids: torch.Tensor, positions: torch.Tensor) -> float:
+        with torch.inference_mode():
+            began = time.perf_counter()
+            hidden = self.runtime.model.forward(ids, positions, self._plan(step))
+            self.runtime.model.logits(hidden[-step.num_decodes :])
+            return time.perf_counter() - began
+
+    def measure(self, rounds: int) -> Figures:
+        for _ in range(3):
+            self.step()
+        units = self.runtime.offload
+        before = None if units is None else units.counts()
+        times = [self.step() for _ in range(rounds)]
+        after = None if units is None else units.counts()
+        prompts = statistics.median([self.prompt_step() for _ in range(3)])
+        counts = None
+        if before is not None and after is not None:
+            names = OffloadCounts.__dataclass_fields__
+            counts = OffloadCounts(**{n: getattr(after, n) - getattr(before, n) for n in names})
+        num_layers = len(self.runtime.model.attention_layers())
+        return Figures(sum(times), rounds, _PROMPT_ROWS / prompts, num_layers, counts)
+
+    def close(self) -> None:
+        memory = self.runtime.memory
+        del self.runtime
+        memory.close()
+
+
+def _token_bytes(model: str) -> int:
+    """Returns the K/V of a token in a file."""
+    return OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).token_bytes
+
+
+def disk_rate(folder: str, unit_bytes: int, total_bytes: int = 1 << 30) -> float:
+    """Returns the bytes a second of direct reads of unit_bytes at random places."""
+    file = open_file(folder, total_bytes)
+    count = total_bytes // unit_bytes
+    memory = torch.ones(_AT_ONCE * unit_bytes + 4096, dtype=torch.uint8)
+    address = memory.data_ptr() + -memory.data_ptr() % 4096
+    addresses = address + np.arange(_AT_ONCE, dtype=np.int64) * unit_bytes
+    lane, rng = file.lane(), np.random.default_rng(0)
+    for first in range(0, count - _AT_ONCE + 1, _AT_ONCE):
+        lane.write(addresses, (first + np.arange(_AT_ONCE)) * unit_bytes, unit_bytes)
+    began, num_bytes = time.perf_counter(), 0
+    while time.perf_counter() - began < _DISK_S:
+        places = rng.integers(0, count // _AT_ONCE * _AT_ONCE, _AT_ONCE) * unit_bytes
+        lane.read(addresses, places, unit_bytes)
+        num_bytes += _AT_ONCE * unit_bytes
+    rate = num_bytes / (time.perf_counter() - began)
+    del lane
+    file.close()
+    return rate
+
+
+def long_checkpoint(shape: str, num_tokens: int, folder: str) -> str:
+    """Returns a directory with the shape's configuration for so long a context."""
+    path = Path(folder) / "model"
+    path.mkdir()
+    config = config_of(shape) | {"max_position_embeddings": num_tokens + _SPARE}
+    write_random(path, config, shape, has_weights=False)
+    return str(path)
+
+
+def _row(
+    name: str,
+    found: Figures,
+    whole: Figures,
+    count: int,
+    num_tokens: int,
+    share: float,
+    disk: float,
+) -> list[str]:
+    missing = int(count * num_tokens * (1 - share))
+    again = count / (whole.step_s + missing / whole.prompt_rows_s)
+    row = [name, f"{count / found.step_s:.1f}", f"{whole.step_s / found.step_s:.3f}"]
+    if found.counts is None:
+        return [*row, "", "", "", "", ""]
+    counts = found.counts
+    read = counts.fetched_bytes / found.seconds
+    hits = counts.units_held / max(1, counts.units_read)
+    tiles = counts.units_read / (found.rounds * found.num_layers * count * num_tokens / TILE_TOKENS)
+    return [
+        *row,
+        f"{again:.3f}",
+        f"{tiles:.2f}",
+        f"{hits:.2f}",
+        f"{read / 1e6:.0f}",
+        f"{read / disk:.2f}",
+    ]
+
+
+def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
+    count, folder = given.sequences, given.folder
+    unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
+    names = ("tok/s", "of memory", "again", "tiles", "hits", "read MB/s", "of disk")
+    table = Table(
+        "kv_policy, K/V in memory",
+        *[Column(name, justify="right") for name in names],
+        title=f"{given.shape}, {count} sequences of {num_tokens:,} tokens",
+    )
+    for policy in given.policies:
+        whole = None
+        for share in (1.0, *given.shares):
+            before = disk_rate(folder, unit) if share < 1 else 0.0
+            name = f"{policy}, {'all' if share == 1 else format(share, '.3g')}"
+            try:
+                decoding = Decoding(model, policy, count, num_tokens, share, folder)
+            except ConfigError:  # the bounds and a layer do not fit
+                table.add_row(name, "too little")
+                continue
+            found = decoding.measure(given.rounds)
+            decoding.close()
+            disk = (before + disk_rate(folder, unit)) / 2 if share < 1 else 0.0
+            whole = whole or found
+            table.add_row(*_row(name, found, whole, count, num_tokens, share, disk))
+    return table
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--sequences", type=int, default=4)
+    parser.add_argument("--context", type=int, nargs="+", default=[16384])
+    parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.125])
+    parser.add_argument("--policies", nargs="+", default=_POLICIES)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file")
+    given = parser.parse_args(arguments)
+    for num_tokens in given.context:
+        with tempfile.TemporaryDirectory() as made:
+            model = long_checkpoint(given.shape, num_tokens, made)
+            tables.console().print(_table(model, given, num_tokens))
+
+
+if __name__ == "__main__":
+    main()

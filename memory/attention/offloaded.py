@@ -1,0 +1,311 @@
+"""int8 K/V in tiles of which a part is in memory, and the rest in a file: the layout, and the
+attention seam over it.
+
+A layer's part of a tile is a unit, which is in memory or in the file. Each layer of a step makes
+the units resident that its rows read and write, and starts to fetch those that the next layer will
+probably read. Which tiles a decoded row reads follows from the bounds of the keys, which are always
+in memory, so that a tile that is not selected is not fetched.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import gcd
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.tiled import TiledKVLayout, append, is_selectable, tiled_ops
+from memory.pages.lost_kv import KVLostError
+from memory.policies.selection import Selection
+from ops.cpu.native_tiled_attention import TiledAttention, TiledAttentionStep
+from quant.kv import TILE_TOKENS, bounds_bytes
+
+UNIT_ALIGNMENT = 4096
+"""Units begin at multiples of this: files are read and memory is given back in such blocks."""
+
+_LINE_BYTES = 64
+
+Tiles = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+_NO_TILES: Tiles = np.empty(0, dtype=np.int64)
+_NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
+
+
+class OffloadedKVLayout(TiledKVLayout):
+    """The layout of int8 K/V whose layers begin at multiples of UNIT_ALIGNMENT in a tile.
+
+    bounds: where those of each layer begin in a tile of their own, of bounds_tile_bytes, if K/V is
+    selected.
+    """
+
+    def __init__(
+        self, layers: Sequence[AttentionLayer], group: int, *, has_bounds: bool = False
+    ) -> None:
+        super().__init__(layers, "int8", group)
+        assert all(layer.shares is None for layer in layers), "each layer has its own K/V"
+        self.unit_bytes = [_aligned(form.tile_bytes) for form in self.formats]
+        ends = np.cumsum([0, *self.unit_bytes]).tolist()
+        self.offsets, self.tile_bytes = ends[:-1], ends[-1]
+        self.bounds_tile_bytes = 0
+        if not has_bounds:
+            return
+        for number, layer in enumerate(self.layers):
+            assert is_selectable(layer), "all layers select"
+            self.bounds[number] = self.bounds_tile_bytes
+            self.bounds_tile_bytes += bounds_bytes(layer.num_kv_heads, layer.head_dim)
+
+    def pad_bounds(self, tiles_per_page: int) -> None:
+        """Pads the bounds of each tile, so that those of a page's tiles fill whole system pages."""
+        if self.bounds_tile_bytes:
+            unit = max(_LINE_BYTES, UNIT_ALIGNMENT // gcd(UNIT_ALIGNMENT, tiles_per_page))
+            self.bounds_tile_bytes = -(-self.bounds_tile_bytes // unit) * unit
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
+
+
+class ResidentUnits(Protocol):
+    """Which units are in memory. Tiles are those of the pool, by number, none of them twice."""
+
+    def begin_layer(self, layer: int, read: Tiles, written: Tiles, fresh: Flags) -> None:
+        """Makes the units of a layer resident and keeps them so until the next call of this or of
+        `end`. fresh: which of the written ones have no content yet. Raises OSError."""
+
+    def fetch_ahead(self, layer: int, tiles: Tiles) -> None:
+        """Begins to read units that are probably needed soon. Does not wait."""
+
+    def end(self) -> None:
+        """Lets all units go."""
+
+
+class PoolTiles(Protocol):
+    def __call__(self, start_bytes: int, first_tile: int, count: int) -> Tiles:
+        """Returns the pool's numbers of tiles of the range that begins at this byte of the
+        reservation."""
+
+
+class OffloadedAttention:
+    """Implements PlannedAttention over K/V at `address`, as far as it is resident."""
+
+    is_remote = False
+
+    def __init__(
+        self,
+        layout: OffloadedKVLayout,
+        address: int,
+        bounds_address: int,
+        units: ResidentUnits,
+        pool_tiles: PoolTiles,
+        selection: Selection | None = None,
+        max_tiles: int = sys.maxsize,
+    ) -> None:
+        """bounds_address: of the reservation of the bounds. selection: what decoded rows read.
+        max_tiles: the most tiles of a layer that can be resident at once."""
+        assert selection is None or layout.has_bounds, "rows select by bounds"
+        self._layout = layout
+        self._address, self._bounds_address = address, bounds_address
+        self._units, self._pool_tiles = units, pool_tiles
+        self._selection = selection
+        self._max_tiles = max_tiles
+        ops = tiled_ops(layout)
+        self._ops = [op for op in ops if isinstance(op, TiledAttention)]
+        assert len(self._ops) == len(ops), "no latents"
+        self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
+
+    def plan(self, step: AttentionStep) -> OffloadedPlan:
+        """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
+        can."""
+        layout = self._layout
+        first_tiles = [start // TILE_TOKENS for start in step.starts]
+        native = TiledAttentionStep(
+            self._address,
+            layout.tile_bytes,
+            [tile * layout.tile_bytes for tile in first_tiles],
+            step.num_rows,
+            step.kv_lens,
+        )
+        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
+        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
+            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
+        num_selecting = [0] * len(step.starts)
+        if layout.has_bounds:
+            starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
+            native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
+            if self._selection is not None and step.prompt_lens is not None:
+                rows = self._selection.plan(
+                    step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+                )
+                native.select(*rows)
+                num_selecting = rows[0]
+        guesses = [self._read.get(start) for start in step.starts]
+        return OffloadedPlan(
+            self, native, tiles, step.num_rows, num_selecting, step.starts, guesses
+        )
+
+    def _selects(self, step: AttentionStep) -> list[bool]:
+        """Returns which sequences have rows that select: those after a prompt."""
+        if self._selection is None or step.prompt_lens is None:
+            return [False] * len(step.starts)
+        lengths = zip(step.kv_lens, step.prompt_lens, strict=True)
+        return [kv_len > prompt_len for kv_len, prompt_len in lengths]
+
+    # ---- for plans
+
+    @property
+    def ops(self) -> Sequence[TiledAttention]:
+        return self._ops
+
+    @property
+    def units(self) -> ResidentUnits:
+        return self._units
+
+    def note(self, start: int, layer: int, read: Flags) -> None:
+        """Notes what was read of a range, for the guess of the next step."""
+        known = self._read.setdefault(start, [_NO_FLAGS] * len(self._ops))
+        known[layer] = read
+
+
+@dataclass(frozen=True, slots=True)
+class _StepTiles:
+    """The tiles of a step's sequences, one sequence after the other. ends: where each ends.
+    is_shared: whether one is there twice. written, fresh: as in ResidentUnits."""
+
+    tiles: Tiles
+    ends: Sequence[int]
+    is_shared: bool
+    written: Tiles
+    fresh: Flags
+
+    def numbers(self, chosen: Flags) -> Tiles:
+        found = self.tiles[chosen]
+        return np.unique(found) if self.is_shared else found
+
+    def num_whole(self, selects: Sequence[bool]) -> int:
+        """Returns how many tiles the sequences have that do not select."""
+        counts = np.diff([0, *self.ends])
+        return len(self.numbers(np.repeat(~np.array(selects), counts)))
+
+
+def _tiles_of(step: AttentionStep, tile_bytes: int, pool_tiles: PoolTiles) -> _StepTiles:
+    parts: list[Tiles] = []
+    written: list[Tiles] = []
+    fresh: list[Flags] = []
+    for start, rows, kv_len in zip(step.starts, step.num_rows, step.kv_lens, strict=True):
+        count, first_row = -(-kv_len // TILE_TOKENS), kv_len - rows
+        found = pool_tiles(start // TILE_TOKENS * tile_bytes, 0, count)
+        first = first_row // TILE_TOKENS
+        parts.append(found)
+        written.append(found[first:])
+        fresh.append(np.arange(first, count) * TILE_TOKENS >= first_row)
+    tiles = np.concatenate(parts)
+    ends = np.cumsum([len(part) for part in parts]).tolist()
+    is_shared = len(parts) > 1 and len(np.unique(tiles)) < len(tiles)
+    return _StepTiles(tiles, ends, is_shared, np.concatenate(written), np.concatenate(fresh))
+
+
+class OffloadedPlan:
+    """Attention for one step's rows."""
+
+    def __init__(
+        self,
+        attention: OffloadedAttention,
+        step: TiledAttentionStep,
+        tiles: _StepTiles,
+        num_rows: Sequence[int],
+        num_selecting: Sequence[int],
+        starts: Sequence[int],
+        guesses: Sequence[Sequence[Flags] | None],
+    ) -> None:
+        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what
+        each layer may read of the sequences, from the first tile on."""
+        selects = [n > 0 for n in num_selecting]
+        self._attention, self._step, self._tiles = attention, step, tiles
+        self._selects, self._starts, self._guesses = selects, starts, guesses
+        self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
+        self._chooses = any(selects)
+        rows = zip(num_rows, num_selecting, strict=True)
+        self._stores_first = any(count > 1 and selecting for count, selecting in rows)
+
+    def begin(self, layer: int, q: Tensor) -> Ticket:
+        return Ticket(layer, q)
+
+    def finish(
+        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> Finished:
+        assert k is not None, "each layer has its own K/V"
+        layer, q, _ = ticket
+        attend = self._attend_chosen if self._chooses else self._attend_all
+        units = self._attention.units
+        is_last = layer + 1 == len(self._attention.ops)
+        try:
+            out = attend(layer, q.float(), lambda: self._append(layer, k, v, rotation))
+        except OSError as error:
+            units.end()
+            raise KVLostError.of(error) from error
+        except BaseException:
+            units.end()
+            raise
+        if is_last:
+            units.end()
+        return Finished(out.to(q.dtype))
+
+    def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
+        """Stores k and v of a layer, without attention."""
+        units, tiles = self._attention.units, self._tiles
+        units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+        self._append(layer, k, v, rotation)
+        units.end()
+
+    def _append(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
+        append(self._attention.ops[layer], self._step, k, v, rotation)
+
+    def _attend_all(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
+        units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
+        units.begin_layer(layer, self._all, tiles.written, tiles.fresh)
+        units.fetch_ahead((layer + 1) % len(ops), self._all)
+        store()
+        return ops[layer].attend(self._step, q)
+
+    def _attend_chosen(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
+        """Attends where rows select. A row chooses among the tiles before its own, so that it can
+        choose before k and v are stored, unless rows before it in the step complete tiles."""
+        units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
+        if self._stores_first:
+            units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+            store()
+        chosen: Flags = ops[layer].choose(self._step, q).numpy().astype(np.bool_)
+        fresh = np.zeros_like(tiles.fresh) if self._stores_first else tiles.fresh
+        units.begin_layer(layer, tiles.numbers(chosen), tiles.written, fresh)
+        following = (layer + 1) % len(ops)
+        units.fetch_ahead(following, tiles.numbers(self._guess(following)))
+        if not self._stores_first:
+            store()
+        out = ops[layer].attend_chosen(self._step, q)
+        first = 0
+        for start, selects, end in zip(self._starts, self._selects, tiles.ends, strict=True):
+            if selects:
+                self._attention.note(start, layer, chosen[first:end])
+            first = end
+        return out
+
+    def _guess(self, layer: int) -> Flags:
+        """Returns what the layer probably reads: of sequences that select, what it read in the
+        previous step."""
+        found: Flags = np.zeros(len(self._tiles.tiles), dtype=np.bool_)
+        first = 0
+        for selects, known, end in zip(self._selects, self._guesses, self._tiles.ends, strict=True):
+            if not selects:
+                found[first:end] = True
+            elif known is not None:
+                read = known[layer][: end - first]
+                found[first : first + len(read)] = read
+            first = end
+        return found

@@ -1,0 +1,223 @@
+"""Attention over K/V of which only the units are in memory that a layer has asked for: the others
+are zeros there, so that the bits differ if one is missing."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from memory.attention.layouts import local_attention
+from memory.attention.offloaded import UNIT_ALIGNMENT, Flags, OffloadedAttention, OffloadedKVLayout
+from memory.attention.offloaded import Tiles as TileNumbers
+from memory.attention.seam import AttentionLayer, AttentionStep, PlannedAttention
+from memory.attention.tiled import TiledKVLayout
+from memory.pages.lost_kv import KVLostError
+from memory.policies.selection import Selection
+from memory.policies.setting import KVPolicy
+from ops import get_backend
+from ops.cpu import native_library
+
+pytestmark = [
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
+    pytest.mark.usefixtures("seeded"),
+]
+TILES = 40  # of a range
+LAYERS = [AttentionLayer(4, 2, 64, 0.125)] * 3
+RANGES = 3
+
+
+class Units:
+    """Keeps the asked units in the buffer and moves all others away."""
+
+    def __init__(self, layout: OffloadedKVLayout, address: int) -> None:
+        self._layout, self._address = layout, address
+        self._away: dict[tuple[int, int], bytes] = {}
+        self.asked: list[tuple[int, list[int]]] = []
+        self.ahead: list[tuple[int, list[int]]] = []
+        self.fails = False
+        self._held: list[tuple[int, int]] = []
+
+    def begin_layer(
+        self, layer: int, read: TileNumbers, written: TileNumbers, fresh: Flags
+    ) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "broken")
+        assert len(set(read.tolist())) == len(read) and len(written) == len(fresh)
+        self.end()
+        self.asked.append((layer, read.tolist()))
+        new = set(written[fresh].tolist())
+        for tile in {*read.tolist(), *written.tolist()}:
+            content = self._away.pop((layer, tile), None)
+            if tile not in new:
+                assert content is not None, f"tile {tile} of layer {layer} was never written"
+                ctypes.memmove(self._at(layer, tile), content, len(content))
+            self._held.append((layer, tile))
+
+    def fetch_ahead(self, layer: int, tiles: TileNumbers) -> None:
+        assert len(set(tiles.tolist())) == len(tiles)
+        self.ahead.append((layer, tiles.tolist()))
+
+    def end(self) -> None:
+        for layer, tile in self._held:
+            size = self._layout.unit_bytes[layer]
+            self._away[layer, tile] = ctypes.string_at(self._at(layer, tile), size)
+            ctypes.memset(self._at(layer, tile), 0, size)
+        self._held = []
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    def _at(self, layer: int, tile: int) -> int:
+        return self._address + tile * self._layout.tile_bytes + self._layout.offsets[layer]
+
+
+class Offloaded:
+    """RANGES ranges of the same tiles in another order: range 2 begins with those of range 0."""
+
+    def __init__(self, selection: Selection | None = None, max_tiles: int = 10**9) -> None:
+        self.layout = OffloadedKVLayout(LAYERS, 64, has_bounds=selection is not None)
+        self.layout.pad_bounds(1)
+        size = RANGES * TILES * max(self.layout.tile_bytes, self.layout.bounds_tile_bytes)
+        self._buffers = [ctypes.create_string_buffer(size + UNIT_ALIGNMENT) for _ in range(2)]
+        address, bounds = (
+            ctypes.addressof(each) + -ctypes.addressof(each) % UNIT_ALIGNMENT
+            for each in self._buffers
+        )
+        self.units = Units(self.layout, address)
+
+        def pool_tiles(start_bytes: int, first_tile: int, count: int) -> TileNumbers:
+            first = start_bytes // self.layout.tile_bytes + first_tile
+            return np.arange(first, first + count, dtype=np.int64)
+
+        self.attention = OffloadedAttention(
+            self.layout, address, bounds, self.units, pool_tiles, selection, max_tiles
+        )
+
+
+def plain(selection: Selection | None) -> tuple[PlannedAttention, object]:
+    layout = TiledKVLayout(LAYERS, "int8", 64, has_bounds=selection is not None)
+    size = RANGES * TILES * layout.tile_bytes
+    buffer = ctypes.create_string_buffer(size + 64)
+    address = ctypes.addressof(buffer) + -ctypes.addressof(buffer) % 64
+    return local_attention(layout, address, size, get_backend("cpu"), selection=selection), buffer
+
+
+def inputs(num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(num_rows, 4, 64), torch.randn(num_rows, 2, 64), torch.randn(num_rows, 2, 64)
+
+
+def compute(attention: PlannedAttention, step: AttentionStep, seed: int) -> list[Tensor]:
+    torch.manual_seed(seed)
+    plan, found = attention.plan(step), []
+    for layer in range(len(LAYERS)):
+        q, k, v = inputs(sum(step.num_rows))
+        found.append(plan.finish(plan.begin(layer, q), k, v, None).wait())
+    return found
+
+
+def steps() -> list[AttentionStep]:
+    """Prompts in chunks, beside rows that decode."""
+    one, other = 0, TILES * 16
+    found = [
+        AttentionStep(0, [one, other], [200, 33], [200, 33], [300, 33]),
+        AttentionStep(1, [other, one], [1, 100], [34, 300], [33, 300]),
+    ]
+    # of a sequence that is computed again: rows of its prompt, and one or more after it
+    third = 2 * TILES * 16
+    for rows, end, prompt_len in ((100, 100, 211), (112, 212, 211), (60, 272, 211)):
+        found.append(AttentionStep(0, [third], [rows], [end], [prompt_len]))
+    for i in range(20):
+        found.append(AttentionStep(2, [one, other], [1, 2], [301 + i, 36 + 2 * i], [300, 33]))
+    return found
+
+
+POLICIES = [None, Selection(KVPolicy("quest", share=0.25)), Selection(KVPolicy("quest", tokens=32))]
+
+
+@pytest.mark.parametrize("selection", POLICIES, ids=["all", "a quarter", "two tiles"])
+def test_rows_have_the_bits_of_k_v_in_memory(selection: Selection | None) -> None:
+    local, _buffer = plain(selection)
+    offloaded = Offloaded(selection)
+    for number, step in enumerate(steps()):
+        found = compute(offloaded.attention, step, number)
+        wanted = compute(local, step, number)
+        assert all(map(torch.equal, found, wanted)), step
+        assert offloaded.units.num_held == 0, "after a step, all units may go"
+
+
+def test_what_is_not_selected_is_not_fetched() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    for number, step in enumerate(steps()[:2]):
+        compute(offloaded.attention, step, number)
+    offloaded.units.asked.clear()
+    step = AttentionStep(1, [0], [1], [301], [300])
+    compute(offloaded.attention, step, 3)
+    read = [tiles for _, tiles in offloaded.units.asked if tiles]
+    assert len(read) == len(LAYERS)
+    assert all(3 <= len(tiles) <= 2 * 2 + 1 < 300 // 16 for tiles in read), "two heads choose"
+
+
+def test_the_next_layer_is_fetched_ahead_by_what_it_read_before() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    for number, step in enumerate(steps()[:2]):
+        compute(offloaded.attention, step, number)
+    for end in (301, 302):
+        offloaded.units.asked.clear()
+        offloaded.units.ahead.clear()
+        compute(offloaded.attention, AttentionStep(1, [0], [1], [end], [300]), 3)
+    asked = {layer: tiles for layer, tiles in offloaded.units.asked if tiles}
+    assert [layer for layer, _ in offloaded.units.ahead] == [1, 2, 0]
+    assert dict(offloaded.units.ahead)[1] == asked[1], "the same q and keys choose the same tiles"
+
+
+def test_whole_sequences_are_fetched_ahead_layer_after_layer() -> None:
+    offloaded = Offloaded()
+    compute(offloaded.attention, steps()[0], 0)
+    everything = [*range(13), *range(TILES, TILES + 3)]
+    assert offloaded.units.ahead == [(layer, everything) for layer in (1, 2, 0)]
+
+
+def test_sequences_that_do_not_fit_together_are_refused_before_anything_is_read() -> None:
+    selection = Selection(KVPolicy("quest", tokens=48))
+    offloaded = Offloaded(selection, max_tiles=15)
+    for step in (  # 13 tiles and 3 of another sequence
+        AttentionStep(0, [0], [200], [200], [200]),
+        AttentionStep(0, [TILES * 16], [33], [33], [33]),
+    ):
+        compute(offloaded.attention, step, 0)
+    offloaded.units.asked.clear()
+    before = selection.counts()
+    with pytest.raises(KVLostError, match="a layer of the step does not fit"):
+        offloaded.attention.plan(AttentionStep(0, [0, TILES * 16], [1] * 2, [201, 34], [201] * 2))
+    assert not offloaded.units.asked and selection.counts() == before
+    offloaded.attention.plan(AttentionStep(2, [0, TILES * 16], [1, 1], [201, 34], [200, 33]))
+
+
+def test_k_v_that_cannot_be_read_ends_the_step_and_lets_all_units_go() -> None:
+    offloaded = Offloaded()
+    compute(offloaded.attention, steps()[0], 0)
+    plan = offloaded.attention.plan(AttentionStep(1, [0], [1], [201]))
+    q, k, v = inputs(1)
+    plan.finish(plan.begin(0, q), k, v, None)
+    offloaded.units.fails = True
+    with pytest.raises(KVLostError, match="K/V on disk: broken") as raised:
+        plan.finish(plan.begin(1, q), k, v, None)
+    assert raised.value.errno == errno.EIO
+    assert offloaded.units.num_held == 0
+
+
+@pytest.mark.parametrize("tiles_per_page", [1, 2, 3, 8, 64])
+def test_bounds_of_a_page_fill_whole_system_pages(tiles_per_page: int) -> None:
+    layout = OffloadedKVLayout(LAYERS, 64, has_bounds=True)
+    before = layout.bounds_tile_bytes
+    layout.pad_bounds(tiles_per_page)
+    assert layout.bounds_tile_bytes * tiles_per_page % UNIT_ALIGNMENT == 0
+    assert layout.bounds_tile_bytes % 64 == 0
+    assert before <= layout.bounds_tile_bytes < before + UNIT_ALIGNMENT
+    assert all(offset % UNIT_ALIGNMENT == 0 for offset in (*layout.offsets, layout.tile_bytes))

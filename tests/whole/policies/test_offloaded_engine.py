@@ -1,0 +1,318 @@
+"""The engine with K/V of running sequences on the disk: the tokens of K/V in memory, whatever is
+shared, preempted or selected, and no wrong token when the disk fails."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from memory.offload.residency import Residency
+from memory.offload.scratch_file import RingLane
+from memory.offload.unit_states import RESIDENT, STORED
+from ops.cpu import native_library
+from serve import LLM
+from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.engine.node_recovery import generation_error
+from serve.errors import KV_LOST, ConfigError, OffloadLostError
+from serve.http.edge.errors import to_api_error
+from serve.loading.runtime import load_runtime
+from serve.machine import total_memory
+from tests.support.engine.checkpoints import checkpoint
+from tests.support.preempted import until_preempted
+from tests.support.speculation.scripted import check_drafted
+from tests.whole.test_recent_tokens import answers, params, prompt
+
+pytestmark = [
+    pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
+    pytest.mark.small_pages,
+]
+COSTLY = pytest.mark.exhaustive
+OFF, QUEST = "off", "quest:budget=64"
+LENGTHS = (15, 16, 127, 250, 400, 420, 440, 517)
+SETTINGS: dict[str, Any] = {"dtype": "int8", "max_model_len": 640, "max_num_seqs": 8}
+
+
+def prompts() -> list[list[int]]:
+    return [prompt(length, seed=length) for length in LENGTHS]
+
+
+@functools.cache
+def expected(policy: str) -> list[object]:
+    with LLM(DEFAULT_MODEL, kv_policy=policy, prefix_cache=False, **SETTINGS) as llm:
+        return answers(llm, prompts(), params(24))
+
+
+@functools.cache
+def needed_bytes(policy: str) -> int:
+    """Returns the K/V of all prompts and answers at once, with bounds."""
+    runtime = load_runtime(
+        EngineConfig(
+            DEFAULT_MODEL,
+            kv_policy=policy,
+            kv_cache_bytes=1 << 30,
+            kv_offload_bytes=1 << 20,
+            **SETTINGS,
+        )
+    )
+    pages = sum(runtime.kv.pages_for(length + 24) for length in LENGTHS)
+    num_bytes = pages * runtime.kv.page_bytes
+    memory = runtime.memory
+    del runtime
+    memory.close()
+    return num_bytes
+
+
+@contextlib.contextmanager
+def offloaded(folder: Path, policy: str, share: float, **settings: Any) -> Iterator[LLM]:
+    """An engine with memory for a share of the K/V of `prompts`."""
+    needed = needed_bytes(policy)
+    in_memory = int(needed * share)
+    config = SETTINGS | {"kv_policy": policy, "kv_cache_bytes": in_memory} | settings
+    with LLM(
+        DEFAULT_MODEL, kv_offload_bytes=needed - in_memory, kv_offload_dir=folder, **config
+    ) as llm:
+        yield llm
+        core = llm._loaded.core
+        core.kv.check_integrity()
+    assert not list(folder.iterdir()), "the file has no name"
+
+
+@pytest.mark.parametrize("policy", [OFF, QUEST])
+@pytest.mark.parametrize("share", [0.5, 0.33])
+def test_tokens_are_those_of_k_v_in_memory(policy, share, tmp_path):
+    with offloaded(tmp_path, policy, share, prefix_cache=False) as llm:
+        assert answers(llm, prompts(), params(24)) == expected(policy)
+        counts = llm._loaded.offload.counts()
+        assert counts.fetched_bytes > 0 and counts.written_bytes > 0
+        taken = os.fstat(llm._loaded.offload._memory.fileno()).st_blocks * 512
+        assert taken <= counts.resident_bytes <= llm._loaded.offload.max_bytes
+        assert llm.stats().num_preemptions == 0
+        if policy == QUEST:
+            assert llm._loaded.selection.counts()["read"] > 0
+
+
+def test_prefixes_that_are_on_the_disk_are_shared(tmp_path):
+    first = prompt(420, seed=3)
+    questions = [[*first[:300], *prompt(40, seed=i)] for i in range(4, 7)]
+    others = prompts()
+    with LLM(DEFAULT_MODEL, kv_policy=QUEST, prefix_cache=False, **SETTINGS) as llm:
+        wanted = [answers(llm, [one], params())[0] for one in (first, *questions)]
+    with offloaded(tmp_path, QUEST, 0.4) as llm:
+        found = answers(llm, [first], params())
+        answers(llm, others[3:7], params())  # the first one leaves memory
+        before = llm._loaded.offload.counts().fetched_bytes
+        found += answers(llm, questions, params())
+        assert llm.stats().prefix_hit_tokens >= 3 * (300 - 32)
+        assert llm._loaded.offload.counts().fetched_bytes > before
+    assert found == wanted
+
+
+@pytest.mark.parametrize("policy", [OFF, QUEST])
+def test_several_answers_to_one_prompt_share_what_is_fetched(policy, tmp_path):
+    question, one = prompt(517, seed=2), params(60, n=3, temperature=0.8, seed=11)
+    with LLM(DEFAULT_MODEL, kv_policy=policy, **SETTINGS) as llm:
+        wanted = answers(llm, [question], one)
+    settings = {"max_num_seqs": 3, "kv_cache_bytes": needed_bytes(policy) // 7}
+    with offloaded(tmp_path, policy, 0.5, **settings) as llm:
+        assert answers(llm, [question], one) == wanted
+
+
+@pytest.mark.parametrize("prefix_cache", [False, pytest.param(True, marks=COSTLY)])
+def test_answers_are_the_same_after_preemption(prefix_cache, tmp_path):
+    several, one = [prompt(length, seed=length) for length in (60, 90, 120, 150)], params(250)
+    settings = {"prefix_cache": prefix_cache, "max_model_len": 420}
+    with LLM(DEFAULT_MODEL, kv_policy=QUEST, **SETTINGS | settings) as llm:
+        roomy = answers(llm, several, one)
+    little = {
+        "memory_policy": "prompt_only",
+        "max_num_seqs": 4,
+        "kv_cache_bytes": 1100 << 10,
+        "kv_offload_bytes": 1100 << 10,
+        "kv_offload_dir": tmp_path,
+    }
+    with LLM(DEFAULT_MODEL, kv_policy=QUEST, **SETTINGS | settings | little) as llm:
+        assert until_preempted(llm, lambda: answers(llm, several, one)) == roomy
+
+
+@pytest.mark.parametrize("policy", [pytest.param(OFF, marks=COSTLY), QUEST])
+def test_drafts_change_no_bit(policy, tmp_path):
+    lengths = (127, 250, 300, 511)
+    several = [{"prompt_token_ids": prompt(length, seed=length)} for length in lengths]
+    those = [params(40, temperature=0.7, seed=seed) for seed in range(len(lengths))]
+    with LLM(DEFAULT_MODEL, kv_policy=policy, speculation="off", **SETTINGS) as llm:
+        outputs = llm.generate(several, those, use_tqdm=False)
+    with offloaded(tmp_path, policy, 0.3, speculation="off", prefix_cache=False) as llm:
+        check_drafted(llm, several, those, outputs)
+        assert llm._loaded.offload.counts().fetched_bytes > 0
+
+
+def test_a_step_whose_layer_does_not_fit_is_computed_in_parts(tmp_path):
+    """All sequences at once read more of a layer than memory has."""
+    settings = {"prefix_cache": False, "max_model_len": 560}
+    wanted = expected(OFF)
+    with offloaded(tmp_path, OFF, 0.19, **settings) as llm:
+        assert answers(llm, prompts(), params(24)) == wanted
+
+
+# ---- the disk fails
+
+
+class _Disk:
+    """Fails so many reads of computing layers."""
+
+    def __init__(self) -> None:
+        self.fails = 0
+
+    def read(self, lane: RingLane, *given: Any) -> Any:
+        if self.fails > 0 and "mergestep-kv" not in threading.current_thread().name:
+            self.fails -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return _read(lane, *given)
+
+
+_read = RingLane.read
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    found = _Disk()
+    monkeypatch.setattr(RingLane, "read", lambda *given: found.read(*given))
+    return found
+
+
+def test_a_read_that_fails_once_costs_time_and_no_token(disk, tmp_path):
+    with offloaded(tmp_path, OFF, 0.5) as llm:
+        disk.fails = 1
+        assert answers(llm, prompts(), params(24)) == expected(OFF)
+        assert disk.fails == 0, "it was used"
+
+
+def flip_bytes(units: Residency) -> int:
+    """Changes a byte of each unit that is in the file alone; returns their number."""
+    pool, count = units._pool, 0
+    fd = os.open(f"/proc/self/fd/{units._file.fileno()}", os.O_RDWR)
+    for layer, flags in enumerate(pool.states.flags):
+        tiles = np.flatnonzero((flags & (RESIDENT | STORED)) == STORED)
+        for place in pool._places(layer, tiles).tolist():
+            (byte,) = os.pread(fd, 1, place + 100)
+            os.pwrite(fd, bytes([byte ^ 4]), place + 100)
+            count += 1
+    os.fsync(fd)
+    os.close(fd)
+    return count
+
+
+@pytest.mark.parametrize(
+    ("policy", "length"),
+    [
+        pytest.param(OFF, 517, id="shared pages"),
+        pytest.param(QUEST, 512, id="a copied page"),
+        pytest.param(OFF, 512, marks=COSTLY),
+        pytest.param(QUEST, 517, marks=COSTLY),
+    ],
+)
+def test_a_changed_byte_makes_a_sequence_computed_again(policy, length, tmp_path, caplog):
+    first, others = prompt(length, seed=517), prompts()[3:6]
+    with offloaded(tmp_path, policy, 0.4) as llm:
+        said = answers(llm, [first], params(24))
+        assert (said == expected(policy)[-1:]) == (length == LENGTHS[-1])
+        answers(llm, others, params(1))  # the first one leaves memory
+        assert flip_bytes(llm._loaded.offload) > 0
+        for again in (True, False):
+            caplog.clear()
+            assert answers(llm, [first], params(24)) == said
+            assert ("computed again" in caplog.text) == again
+        assert answers(llm, prompts(), params(24)) == expected(policy)
+
+
+def test_a_disk_that_is_gone_ends_requests_and_the_engine_goes_on(disk, tmp_path):
+    with offloaded(tmp_path, OFF, 0.5) as llm:
+        disk.fails = 10**9
+        outputs = llm.generate(
+            [{"prompt_token_ids": each} for each in prompts()], params(24), use_tqdm=False
+        )
+        reasons = {each.outputs[0].finish_reason for each in outputs}
+        assert "error" in reasons, "not all fit into memory"
+        assert llm.stats().pages_in_use == 0
+        disk.fails = 0
+        assert answers(llm, prompts(), params(24)) == expected(OFF)
+
+
+def test_a_lost_answer_has_an_error_that_says_so():
+    error = generation_error(KV_LOST)
+    assert isinstance(error, OffloadLostError)
+    answer = to_api_error(error, "req_1")
+    assert (answer.status, answer.code) == (503, "kv_lost")
+
+
+def test_all_memory_is_given_back(tmp_path):
+    with offloaded(tmp_path, QUEST, 0.5, prefix_cache=False) as llm:
+        answers(llm, prompts(), params(8))
+        units, core = llm._loaded.offload, llm._loaded.core
+        assert 0 < units.counts().resident_bytes <= units.max_bytes
+        core.kv.trim()
+        assert units.counts().resident_bytes == 0
+
+
+# ---- start
+
+LITTLE = {"dtype": "int8", "kv_offload_bytes": 8 << 20, "kv_cache_bytes": 8 << 20}
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"kv_dtype": "int4"}, "kv_offload_bytes needs kv_dtype int8, not int4"),
+        ({"dtype": "float32"}, "kv_offload_bytes needs kv_dtype int8, not float32"),
+        ({"kv_policy": "h2o:budget=64"}, "kv_policy h2o cannot be used with kv_offload_bytes"),
+        ({"kv_cache_dir": "/tmp/x"}, "kv_cache_dir cannot be used with kv_offload_bytes"),
+        ({"memory_nodes": "tcp://a:1"}, "memory_nodes cannot be used with kv_offload_bytes"),
+        ({"kv_peers": "tcp://a:1"}, "kv_peers cannot be used with kv_offload_bytes"),
+        ({"tensor_parallel_size": 2}, "several ranks cannot have kv_offload_bytes"),
+        ({"speculation": "mtp"}, "speculation mtp cannot be used with kv_offload_bytes"),
+        ({"kvp_segment_tokens": 256}, "kv_offload_bytes needs a kvp_segment_tokens of at least"),
+        ({"backend": "cuda", "kv_dtype": "int8"}, "kv_offload_bytes needs the native kernels"),
+        ({"kv_page_bytes": 65536}, "kv_page_bytes 65536 cannot be used with kv_offload_bytes"),
+        ({"kv_cache_bytes": 1 << 18}, "kv_cache_bytes 262144 is too little for kv_offload_bytes"),
+        ({"kv_cache_bytes": 2 * total_memory()}, "kv_cache_bytes: .* asked for, but this machine"),
+        ({"kv_offload_dir": "/dev/null/x"}, "kv_offload_dir /dev/null/x: Not a directory"),
+        ({"kv_offload_bytes": 0}, "kv_offload_bytes must be a positive integer"),
+        ({"kv_offload_bytes": None, "kv_offload_dir": "/tmp"}, "kv_offload_dir needs kv_offload"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings, problem, tmp_path):
+    given = LITTLE | {"kv_offload_dir": tmp_path} | settings
+    with pytest.raises(ConfigError, match=problem):
+        LLM(DEFAULT_MODEL, **given)
+
+
+def test_a_full_disk_is_refused(monkeypatch, tmp_path):
+    def open_file(folder: Path, num_bytes: int) -> None:
+        assert num_bytes > 15 << 20, "of memory and the file together"
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("serve.loading.kv_offload.open_file", open_file)
+    with pytest.raises(ConfigError, match=r"kv_offload_dir .*No space left on device for kv_off"):
+        LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "variant", "problem"),
+    [
+        ("gpt_oss", "long", "windows or chunks"),
+        ("deepseek_v2", "long", "latent K/V"),
+        ("gemma4_text", "long", "K/V shared by layers"),
+    ],
+)
+def test_models_of_other_kinds_are_refused(family, variant, problem, tmp_path):
+    with pytest.raises(ConfigError, match=f"kv_offload_bytes cannot be used with .*({problem})"):
+        LLM(str(checkpoint(family, variant)), **LITTLE, kv_dtype="int8", kv_offload_dir=tmp_path)
