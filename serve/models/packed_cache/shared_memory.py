@@ -86,14 +86,18 @@ def is_on_huge_pages(data: Tensor, end: int) -> bool:
 
 
 def _check_descriptor(fd: int, data_end: int) -> None:
-    if os.fstat(fd).st_size < data_end:
+    status = os.fstat(fd)
+    if status.st_size < data_end:
         raise NotShared("it is too small")
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:  # of a file system
         seals = 0
-    if seals & _SEALS != _SEALS and not is_safe_file(os.fstat(fd)):
-        raise NotShared("others could change it")
+    if seals & _SEALS != _SEALS:
+        if not is_safe_file(status):
+            raise NotShared("others could change it")
+    elif status.st_blocks * 512 < data_end - DATA_START:
+        raise NotShared("parts of it take no memory yet, and would take this process's")
 
 
 class _Place:

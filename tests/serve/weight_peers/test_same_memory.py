@@ -203,9 +203,11 @@ def test_damaged_bytes_are_not_used(index: Index, data: torch.Tensor) -> None:
     assert is_closed(fd)
 
 
-def memfd(num_bytes: int, seals: int) -> int:
+def memfd(num_bytes: int, seals: int, content: bytes = b"") -> int:
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
+    if content:
+        os.pwrite(fd, content * num_bytes, 0)
     fcntl.fcntl(fd, 1033, seals)
     return fd
 
@@ -227,7 +229,8 @@ SHRINK, GROW, WRITE = 2, 4, 8
         (lambda: memfd(END, 1 | SHRINK | GROW), "could change it"),
         (lambda: memfd(END, 1 | WRITE | GROW), "could change it"),
         (lambda: memfd(END - 1, 1 | SHRINK | GROW | WRITE), "too small"),
-        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE), "no huge pages"),
+        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE), "take no memory yet"),
+        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE, b"x"), "no huge pages"),
         (lambda: os.open("/dev/zero", os.O_RDWR), "too small"),
         (lambda: os.open("/proc/self", os.O_RDONLY), "too small"),
         (lambda: os.pipe2(0)[0], "too small"),
