@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 
 from ops.cpu import native_library
 from serve import LLM
-from serve.errors import ConfigError
+from serve.errors import ConfigError, ModelLoadError
 from serve.loading import footprint, model_source
 from serve.loading.model_source import wait_for_packed_weights
 from serve.models.packed_cache import region
@@ -22,6 +23,7 @@ from serve.models.packed_cache.cache import PackedCache
 from serve.models.packed_cache.layout import DATA_START
 from serve.models.packed_cache.region import huge_bytes
 from serve.models.packed_cache.shared_memory import try_arena
+from serve.models.packed_cache.sources import NotedTensors
 from serve.weight_peers import same_memory
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
 from tests.support.models.weight_engines import engine, start, tokens, without_weights
@@ -200,3 +202,20 @@ def test_memory_for_weights_is_needed_only_where_they_are_not_shared(
             assert is_shared(second) and tokens(second) == expected
     with pytest.raises(ConfigError, match="the weights take"):  # the peer has gone
         start(path, key_file, weights_from=[url])
+
+
+def test_loading_that_fails_makes_no_more_memory(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, url = copy_of_model("llama", "base", tmp_path), f"shm://{tmp_path}/w"
+    began: list[str] = []
+
+    def fail(*_: object, **__: object) -> None:
+        began.extend(each.name for each in threading.enumerate())
+        raise ModelLoadError("this layer is not there")
+
+    monkeypatch.setattr(NotedTensors, "product", fail)
+    with pytest.raises(ModelLoadError, match="is not there"):
+        start(path, key_file, weights_listen=url)
+    assert "mergestep-weights-memory" in began
+    assert "mergestep-weights-memory" not in [each.name for each in threading.enumerate()]
