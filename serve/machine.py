@@ -104,7 +104,7 @@ def process_bytes(pid: int | str = "self") -> int:
 def memory_parts() -> dict[str, int]:
     """Returns the bytes of this process's resident memory that no file backs ("anonymous": objects,
     heaps, weights), that files back ("file"), and that is shared ("shared": the K/V pool as far as
-    it is mapped)."""
+    it is mapped, and weights that replicas share)."""
     status = _read("/proc/self/status")
     names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
     return {part: _status_bytes(status, name) for part, name in names.items()}

@@ -153,7 +153,10 @@ def check_weights_fit(
     """Raises ConfigError if the weights do not fit the free memory, of so many devices as this.
 
     It names the dtypes that would fit, each with the context and the sequences that fit beside it.
+    Weights that may be in a peer's memory are for `WeightPeers` to check.
     """
+    if _may_be_shared(config):
+        return
     free, checkpoint = free_memory(precision) * num_devices, None
     need = weight_bytes(config, spec, precision)
     if spec.packed is not None and precision.is_int8 and config.load_format != "random":
@@ -172,6 +175,17 @@ def check_weights_fit(
         f"the weights take {format_memory(need.total)} or more as {precision.weights_name}{beside},"
         f" and {format_memory(free)} of memory are free; {_advice(config, spec, precision, free)}"
     )
+
+
+def check_unshared(config: EngineConfig, spec: ModelSpec, precision: Precision) -> None:
+    """Checks what check_weights_fit has left to `WeightPeers`: weights that no peer shares."""
+    if _may_be_shared(config):
+        check_weights_fit(replace(config, weights_from=()), spec, precision)
+
+
+def _may_be_shared(config: EngineConfig) -> bool:
+    """Returns whether the weights may turn out to be in the memory of a replica on this machine."""
+    return config.num_ranks == 1 and any(url.startswith("shm:") for url in config.weights_from)
 
 
 def check_streaming(config: EngineConfig, precision: Precision) -> None:

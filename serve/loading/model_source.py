@@ -102,12 +102,13 @@ def read_source(config: EngineConfig, local_rank: int | None = None) -> ModelSou
         files_of(config.model_path)  # a missing file is named before a lack of memory
     peers = None
     if config.weights_from or config.weights_listen is not None:
-        peers = _weight_peers(config, precision)
+        peers = _weight_peers(config, spec, precision)
     return ModelSource(config, spec, precision, backend, converter, peers)
 
 
-def _weight_peers(config: EngineConfig, precision: Precision) -> WeightPeers:
+def _weight_peers(config: EngineConfig, spec: ModelSpec, precision: Precision) -> WeightPeers:
     """Returns the replicas of the settings; their modules are imported only here."""
+    from serve.loading.footprint import check_unshared
     from serve.models.open_checkpoint import checkpoint_fingerprint
     from serve.weight_peers.peers import PeerSettings, WeightPeers
     from transport import check_scheme
@@ -135,6 +136,7 @@ def _weight_peers(config: EngineConfig, precision: Precision) -> WeightPeers:
         config.weights_rate_bytes,
         has_files(path),
         lambda: checkpoint_fingerprint(path, with_times=False)[:_FINGERPRINT_DIGITS],
+        lambda: check_unshared(config, spec, precision),
     )
     return WeightPeers(settings)
 

@@ -62,7 +62,8 @@ _LOG_EVERY_S = 5.0
 @dataclass(frozen=True, slots=True)
 class PeerSettings:
     """urls: of peers. listen: where this replica serves. rate: the most bytes a second that it
-    gives. fingerprint: returns that of the weight files, which are there if has_files."""
+    gives. fingerprint: returns that of the weight files, which are there if has_files.
+    check_memory: raises ConfigError if there is none to load them from the files."""
 
     path: Path
     urls: tuple[str, ...]
@@ -71,6 +72,7 @@ class PeerSettings:
     rate: int | None
     has_files: bool
     fingerprint: Callable[[], str]
+    check_memory: Callable[[], None]
     wait_s: float = WAIT_S
 
 
@@ -145,7 +147,7 @@ class WeightPeers:
 
     def pull(self, identity: Mapping[str, str]) -> Found | None:
         """Returns the packed weights of this identity from peers; None if they can be loaded from
-        files instead. ModelLoadError if they cannot."""
+        files instead. ModelLoadError or ConfigError if they cannot."""
         if not self._settings.urls:
             return None
         reasons = "" if self._links else self._connect()
@@ -159,6 +161,7 @@ class WeightPeers:
                 text = f"{self._settings.path} has no weight files, and {problem}"
                 raise ModelLoadError(text) from error
             logger.warning("%s; they are loaded from files", problem)
+            self._settings.check_memory()
             return None
         finally:
             for link, _ in links:
@@ -345,7 +348,7 @@ class WeightPeers:
                 info=info,
                 window_bytes=WINDOW_BYTES,
                 max_peers=MAX_PEERS,
-                shared=offered.packed.shared,
+                shared=offered.packed.shared if self.wants_shared else None,
             )
         except (TransportError, OSError, ValueError, ImportError) as error:
             text = str(error)

@@ -124,7 +124,8 @@ async def _tokenized(call: Call, asked: LoadCall) -> Request:
 
 def _only_tokenized(params: SamplingParams) -> SamplingParams:
     """Returns the parameters on which the place in the queue and the cached prefix depend."""
-    return SamplingParams(max_tokens=0, cache_salt=params.cache_salt, priority=params.priority)
+    names = ("cache_salt", "kv_policy", "priority")
+    return SamplingParams(max_tokens=0, **{name: getattr(params, name) for name in names})
 
 
 def _answer(call: Call, num_tokens: int, num_cached: int, forecast: TtftForecast) -> web.Response:

@@ -320,7 +320,7 @@ KEPT = (
     MetricSpec("gauge", "kept_entries", "Entries kept between requests, by what keeps them.",
                lambda r: by({name: kept.entries for name, kept in r.kept.items()}), ("what",)),
     MetricSpec("gauge", "memory_bytes", "Resident memory of the process by what backs it:"
-               " anonymous, files, or shared memory, which is the mapped K/V pool.",
+               " anonymous, files, or shared memory: the mapped K/V pool, and shared weights.",
                lambda r: by(memory_parts()), ("part",)),
     MetricSpec("gauge", "heap_bytes", "The C heap: in use, free but kept, and large blocks with"
                " mappings of their own.", _heap, ("state",)),

@@ -150,7 +150,10 @@ class PackedCache:
 
         num_bytes = sum(entry.end - entry.start for entry in checkpoint.entries.values())
         moved = MovedTensors(loaded, num_bytes)
-        result, shared = build(moved), moved.shared()
+        try:
+            result, shared = build(moved), moved.shared()
+        finally:
+            moved.close()
         return (result, moved.made, shared) if moved.is_whole else (result, None, None)
 
     def _wants_shared(self) -> bool:

@@ -36,6 +36,7 @@ class MovedTensors(NotedTensors):
         self._arena: Arena | None = None
         try:
             self._arena = Arena(_ROOM * checkpoint_bytes + _MORE_BYTES)
+            self._arena.begin_ahead()
         except OSError as error:
             self._give_up(str(error))
 
@@ -47,6 +48,12 @@ class MovedTensors(NotedTensors):
         except OSError as error:
             self._give_up(str(error))
             return None
+
+    def close(self) -> None:
+        """Makes no further memory. Call it when all is loaded, or cannot be."""
+        if self._arena is not None:
+            self._arena.close()
+            self._arena = None
 
     def product(
         self,
@@ -141,6 +148,4 @@ class MovedTensors(NotedTensors):
 
     def _give_up(self, why: str) -> None:
         logger.info("weights_listen: replicas on this machine get copies of the weights: %s", why)
-        if self._arena is not None:
-            self._arena.close()
-            self._arena = None
+        self.close()

@@ -16,6 +16,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import threading
 
 import torch
 from torch import Tensor
@@ -31,6 +32,7 @@ _TRIES = 3  # the kernel may be using the page
 _F_ADD_SEALS, _F_GET_SEALS = 1033, 1034
 _SEALS = 0xF  # no further seal; no shrinking, growing or writing
 _STEP = 64 << 20  # a call waits for all processors
+_AHEAD = 256 << 20  # bytes that are made before they are asked for
 _LEAST_HUGE = 0.9  # of the data
 
 _libc = ctypes.CDLL(None, use_errno=True)  # its calls let other threads run
@@ -86,14 +88,18 @@ def is_on_huge_pages(data: Tensor, end: int) -> bool:
 
 
 def _check_descriptor(fd: int, data_end: int) -> None:
-    if os.fstat(fd).st_size < data_end:
+    status = os.fstat(fd)
+    if status.st_size < data_end:
         raise NotShared("it is too small")
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError:  # of a file system
         seals = 0
-    if seals & _SEALS != _SEALS and not is_safe_file(os.fstat(fd)):
-        raise NotShared("others could change it")
+    if seals & _SEALS != _SEALS:
+        if not is_safe_file(status):
+            raise NotShared("others could change it")
+    elif status.st_blocks * 512 < data_end - DATA_START:
+        raise NotShared("parts of it take no memory yet, and would take this process's")
 
 
 class _Place:
@@ -143,9 +149,13 @@ class Arena:
     def __init__(self, max_bytes: int) -> None:
         """max_bytes: that the data may have; only what is filled takes memory. OSError."""
         self._fd = -1
+        self._ahead: threading.Thread | None = None
         self._place = _Place(max_bytes)
         self.data = self._place.data
         self._end = self._made = DATA_START  # of what was asked for, and of its huge pages
+        self._making = threading.Lock()  # held while huge pages are made
+        self._is_asked = threading.Event()  # tells that thread
+        self._is_over = False
         self._fd = os.memfd_create("mergestep-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._fd, len(self.data))
@@ -161,17 +171,54 @@ class Arena:
         if end > len(self.data):
             raise NotShared("there are more weights than were expected")
         self._end = max(self._end, end)
+        self._is_asked.set()
         while self._made < end:
-            at, num_bytes = self._made, min(_STEP, len(self.data) - self._made)
-            # an empty place cannot become a huge page; another thread may write to it meanwhile
-            self.data[at : at + num_bytes : HUGE].sum()
-            address = self.data.data_ptr() + at
-            if not any(_libc.madvise(address, num_bytes, _COLLAPSE) == 0 for _ in range(_TRIES)):
-                raise NotShared(f"no huge page: {os.strerror(ctypes.get_errno())}")
-            self._made += num_bytes
+            with self._making:
+                if self._made < end:
+                    self._make_step()
+
+    def begin_ahead(self) -> None:
+        """Has a thread make some memory before it is asked for, until `seal` or `close`, which has
+        to be called: the kernel takes about as long for it as packing does for what goes there."""
+        self._ahead = threading.Thread(
+            target=self._make_ahead, name="mergestep-weights-memory", daemon=True
+        )
+        self._ahead.start()
+
+    def _make_ahead(self) -> None:
+        try:
+            while True:
+                self._is_asked.clear()
+                if self._is_over:
+                    return
+                if self._made >= min(self._end + _AHEAD, len(self.data)):
+                    self._is_asked.wait()
+                    continue
+                with self._making:
+                    self._make_step()
+        except NotShared:
+            pass  # who asks for the memory is told
+
+    def _make_step(self) -> None:
+        at, num_bytes = self._made, min(_STEP, len(self.data) - self._made)
+        # an empty place cannot become a huge page; another thread may write to it meanwhile
+        self.data[at : at + num_bytes : HUGE].sum()
+        address = self.data.data_ptr() + at
+        if not any(_libc.madvise(address, num_bytes, _COLLAPSE) == 0 for _ in range(_TRIES)):
+            raise NotShared(f"no huge page: {os.strerror(ctypes.get_errno())}")
+        self._made += num_bytes
+
+    def _end_ahead(self) -> None:
+        thread, self._ahead = self._ahead, None
+        if thread is not None:
+            self._is_over = True
+            self._is_asked.set()
+            thread.join()
 
     def seal(self) -> SharedMemory:
-        """Returns the memory as others may have it; it is not changed any more. OSError."""
+        """Returns the memory as others may have it; it is not changed any more. What was not asked
+        for is free. OSError."""
+        self._end_ahead()
         num_bytes = round_up(self._end, HUGE)
         os.ftruncate(self._fd, num_bytes)
         data = _map_private(self._place, self._fd, num_bytes)
@@ -181,6 +228,7 @@ class Arena:
 
     def close(self) -> None:
         """Ends it without memory that others may have; what is in `data` stays."""
+        self._end_ahead()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)

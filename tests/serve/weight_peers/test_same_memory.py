@@ -10,13 +10,16 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from ops.cpu import native_library
+from serve.models.packed_cache import shared_memory
 from serve.models.packed_cache.in_memory import Found, PackedBytes
 from serve.models.packed_cache.layout import CHUNK_BYTES, DATA_START, DamagedCache, Index
 from serve.models.packed_cache.region import HUGE, huge_bytes
@@ -32,6 +35,7 @@ from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull
 from serve.weight_peers.same_memory import use_shared
 from serve.weight_peers.server import WINDOW_BYTES, OfferedWeights, WeightServer
+from tests.support.memory.peer_rig import wait_for
 from tests.support.models.weight_replicas import END, KEY, connected, serving
 from transport import listen, take_shared
 from transport.base import TransportError
@@ -203,9 +207,11 @@ def test_damaged_bytes_are_not_used(index: Index, data: torch.Tensor) -> None:
     assert is_closed(fd)
 
 
-def memfd(num_bytes: int, seals: int) -> int:
+def memfd(num_bytes: int, seals: int, content: bytes = b"") -> int:
     fd = os.memfd_create("hostile", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, num_bytes)
+    if content:
+        os.pwrite(fd, content * num_bytes, 0)
     fcntl.fcntl(fd, 1033, seals)
     return fd
 
@@ -227,7 +233,8 @@ SHRINK, GROW, WRITE = 2, 4, 8
         (lambda: memfd(END, 1 | SHRINK | GROW), "could change it"),
         (lambda: memfd(END, 1 | WRITE | GROW), "could change it"),
         (lambda: memfd(END - 1, 1 | SHRINK | GROW | WRITE), "too small"),
-        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE), "no huge pages"),
+        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE), "take no memory yet"),
+        (lambda: memfd(END, 1 | SHRINK | GROW | WRITE, b"x"), "no huge pages"),
         (lambda: os.open("/dev/zero", os.O_RDWR), "too small"),
         (lambda: os.open("/proc/self", os.O_RDONLY), "too small"),
         (lambda: os.pipe2(0)[0], "too small"),
@@ -247,6 +254,59 @@ def test_a_stop_ends_the_comparison(index: Index, shared: SharedMemory) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         use_shared(os.dup(shared.fileno()), index, stop)
+
+
+# -- memory that is made ahead
+
+
+def num_resident(fd: int) -> int:
+    return os.fstat(fd).st_blocks * 512
+
+
+def has_memory(arena: Arena, num_bytes: int) -> bool:
+    return num_resident(arena._fd) >= num_bytes
+
+
+def test_memory_is_made_before_it_is_asked_for_and_the_rest_given_back() -> None:
+    arena = Arena(2 * END)
+    arena.begin_ahead()
+    wait_for(partial(has_memory, arena, len(arena.data) - DATA_START), 60.0)
+    arena.grow(END)
+    arena.data[DATA_START:END] = 7
+    shared = arena.seal()
+    assert num_resident(shared.fileno()) == len(shared.data) - DATA_START < END + HUGE
+    assert bool((shared.data[DATA_START:END] == 7).all())
+    assert not ahead_threads()
+
+
+def test_only_so_much_memory_is_made_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "_STEP", HUGE)
+    monkeypatch.setattr(shared_memory, "_AHEAD", 2 * HUGE)
+    arena = Arena(END)
+    arena.begin_ahead()
+    for end in (DATA_START, DATA_START + 5 * HUGE, DATA_START + 5 * HUGE + 1):
+        arena.grow(end)
+        pages = -(-(end - DATA_START) // HUGE) + 2
+        wait_for(partial(has_memory, arena, pages * HUGE), 60.0)
+        assert num_resident(arena._fd) <= (pages + 1) * HUGE
+    arena.close()
+    assert not ahead_threads()
+
+
+def test_a_thread_that_gets_no_memory_leaves_it_to_who_asks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shared_memory, "_COLLAPSE", 9999)
+    arena = Arena(END)
+    arena.begin_ahead()
+    wait_for(lambda: not ahead_threads(), 60.0)
+    with pytest.raises(NotShared, match="no huge page"):
+        arena.grow(END)
+    arena.close()
+
+
+def ahead_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "mergestep-weights-memory"]
 
 
 # -- weights that came over a link

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import threading
 import weakref
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,8 @@ import pytest
 
 from ops.cpu import native_library
 from serve import LLM
-from serve.loading import model_source
+from serve.errors import ConfigError, ModelLoadError
+from serve.loading import footprint, model_source
 from serve.loading.model_source import wait_for_packed_weights
 from serve.models.packed_cache import region
 from serve.models.packed_cache import shared_memory as memories
@@ -21,6 +23,7 @@ from serve.models.packed_cache.cache import PackedCache
 from serve.models.packed_cache.layout import DATA_START
 from serve.models.packed_cache.region import huge_bytes
 from serve.models.packed_cache.shared_memory import try_arena
+from serve.models.packed_cache.sources import NotedTensors
 from serve.weight_peers import same_memory
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
 from tests.support.models.weight_engines import engine, start, tokens, without_weights
@@ -168,3 +171,51 @@ def test_weights_are_on_huge_pages_of_their_own_mapping(tmp_path: Path, key_file
         tokens(first)
         shared = first._loaded.weight_peers._offered[1].packed.shared
         assert huge_bytes(shared.data.data_ptr()) >= len(shared.data) - DATA_START
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "inproc"])
+def test_shared_memory_is_given_on_over_another_transport(
+    scheme: str, tmp_path: Path, key_file: Path
+) -> None:
+    path = copy_of_model("llama", "base", tmp_path)
+    bare, url = without_weights(path, tmp_path), f"shm://{tmp_path}/w"
+    address = "tcp://127.0.0.1:0" if scheme == "tcp" else f"inproc://{tmp_path}/x"
+    with contextlib.ExitStack() as all_three:
+        first = all_three.enter_context(engine(path, key_file, weights_listen=url))
+        settings = {"weights_from": [url], "weights_listen": address}
+        second = all_three.enter_context(engine(bare, key_file, **settings))
+        assert is_shared(second)
+        urls = [second._loaded.weight_peers.url]
+        third = all_three.enter_context(engine(bare, key_file, weights_from=urls))
+        assert not is_shared(third)
+        assert tokens(third) == tokens(first)
+
+
+def test_memory_for_weights_is_needed_only_where_they_are_not_shared(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, url = copy_of_model("llama", "base", tmp_path), f"shm://{tmp_path}/w"
+    with engine(path, key_file, weights_listen=url) as first:
+        expected = tokens(first)
+        monkeypatch.setattr(footprint, "available_memory", lambda: 1000)
+        with engine(path, key_file, weights_from=[url]) as second:
+            assert is_shared(second) and tokens(second) == expected
+    with pytest.raises(ConfigError, match="the weights take"):  # the peer has gone
+        start(path, key_file, weights_from=[url])
+
+
+def test_loading_that_fails_makes_no_more_memory(
+    tmp_path: Path, key_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, url = copy_of_model("llama", "base", tmp_path), f"shm://{tmp_path}/w"
+    began: list[str] = []
+
+    def fail(*_: object, **__: object) -> None:
+        began.extend(each.name for each in threading.enumerate())
+        raise ModelLoadError("this layer is not there")
+
+    monkeypatch.setattr(NotedTensors, "product", fail)
+    with pytest.raises(ModelLoadError, match="is not there"):
+        start(path, key_file, weights_listen=url)
+    assert "mergestep-weights-memory" in began
+    assert "mergestep-weights-memory" not in [each.name for each in threading.enumerate()]

@@ -12,6 +12,7 @@ import pytest
 import requests
 import uvloop
 
+from ops.cpu import native_library
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
 from tests.support.engine.checkpoints import checkpoint
@@ -89,6 +90,17 @@ def test_a_whole_request_is_tokenized_and_looked_up(client: Client) -> None:
         "/v1/chat/completions", {"model": "m", "messages": messages, "max_tokens": 1}
     ).json()["usage"]
     assert chat["prompt_tokens"] == usage["prompt_tokens"]
+
+
+@pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
+def test_requests_that_read_all_kv_find_only_that_of_their_kind() -> None:
+    settings = {"kv_policy": "quest:budget=64", "dtype": "int8", "kv_page_bytes": 4096}
+    with ServerThread(engine(**settings)) as server:
+        client = Client(server.url)
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 2}
+        assert client.post("/v1/completions", {**body, "kv_policy": "off"}).status_code == 200
+        assert client.load(**body, kv_policy="off")["cached_tokens"] >= 64
+        assert client.load(**body)["cached_tokens"] == 0
 
 
 def test_a_question_computes_nothing(client: Client) -> None:
