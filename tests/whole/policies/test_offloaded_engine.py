@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from memory.offload.residency import Residency
-from memory.offload.scratch_file import RingLane
+from memory.offload.scratch_file import Lane, RingLane, ScratchFile
 from memory.offload.unit_states import RESIDENT, STORED
 from ops.cpu import native_library
 from serve import LLM
@@ -303,6 +303,22 @@ def test_a_full_disk_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("serve.loading.kv_offload.open_file", open_file)
     with pytest.raises(ConfigError, match=r"kv_offload_dir .*No space left on device for kv_off"):
         LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+
+
+def test_a_ring_that_the_kernel_refuses_is_named_and_leaves_no_thread(monkeypatch, tmp_path):
+    made: list[object] = []
+
+    def lane(file: ScratchFile) -> Lane:
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        made.append(_lane(file))
+        return made[-1]
+
+    _lane = ScratchFile.lane
+    monkeypatch.setattr(ScratchFile, "lane", lane)
+    with pytest.raises(ConfigError, match=r"kv_offload_dir .*Cannot allocate memory"):
+        LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+    assert not [each for each in threading.enumerate() if each.name.startswith("mergestep-kv-")]
 
 
 @pytest.mark.parametrize(
