@@ -62,7 +62,8 @@ class Residency:
         works = {"ahead": self._fetch_all_ahead, "write": self._write_all}
         lanes = [file.lane() for _ in works]  # before a thread runs that nobody would end
         self._threads = [
-            _start(name, work, lane) for (name, work), lane in zip(works.items(), lanes, strict=True)
+            _start(name, work, lane)
+            for (name, work), lane in zip(works.items(), lanes, strict=True)
         ]
         memory.units = self
 
