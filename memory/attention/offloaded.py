@@ -228,8 +228,8 @@ class OffloadedPlan:
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
     ) -> None:
-        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what each
-        layer may read of the sequences, from the first tile on."""
+        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what
+        each layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
         self._attention, self._step, self._tiles = attention, step, tiles
         self._selects, self._starts, self._guesses = selects, starts, guesses
