@@ -52,7 +52,6 @@ from serve.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from memory.offload.residency import Residency
-
     from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
     from serve.loading.streaming.stream import WeightStream

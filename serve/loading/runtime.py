@@ -49,9 +49,8 @@ from serve.runner.runner import Closable, ClosedBehind, Runner
 from serve.setting_checks import check_for_states
 
 if TYPE_CHECKING:
-    from memory.offload.residency import Residency
-
     from memory.nodes.node_set import NodeSet
+    from memory.offload.residency import Residency
     from memory.states.layout import StateLayout
     from serve.loading.kvp import Segments
     from serve.loading.streaming.stream import WeightStream
