@@ -247,6 +247,24 @@ def test_a_disk_that_is_gone_ends_requests_and_the_engine_goes_on(disk, tmp_path
         assert answers(llm, prompts(), params(24)) == expected(OFF)
 
 
+def test_a_disk_that_is_full_ends_requests_until_it_has_room(monkeypatch, tmp_path):
+    is_full, write = [True], RingLane.write
+
+    def write_or_fail(lane: RingLane, *given: Any) -> Any:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(lane, *given)
+
+    monkeypatch.setattr(RingLane, "write", write_or_fail)
+    with offloaded(tmp_path, OFF, 0.5) as llm:
+        inputs = [{"prompt_token_ids": each} for each in prompts()]
+        outputs = llm.generate(inputs, params(24), use_tqdm=False)
+        assert "error" in {each.outputs[0].finish_reason for each in outputs}
+        assert llm.stats().pages_in_use == 0
+        is_full[0] = False
+        assert answers(llm, prompts(), params(24)) == expected(OFF)
+
+
 def test_a_lost_answer_has_an_error_that_says_so():
     error = generation_error(KV_LOST)
     assert isinstance(error, OffloadLostError)
