@@ -29,6 +29,13 @@ def layer_bytes(num_kv_heads: int, head_dim: int, dtype: torch.dtype, group: int
     return 2 * num_kv_heads * TILE_TOKENS * of_head
 
 
+def key_bounds_bytes(num_kv_heads: int, head_dim: int) -> int:
+    """Returns the bytes of the bounds of a layer's keys, which follow its part of a tile where K/V
+    is selected: for each K/V head the largest and then the smallest value of every dimension, in
+    signed bytes, and after all heads a scale of each, fp32."""
+    return -(-num_kv_heads * (2 * head_dim + 4) // 16) * 16
+
+
 def architecture(device: torch.device) -> int:
     """Returns the architecture whose kernel configurations fit the device's shared memory.
 

@@ -56,11 +56,16 @@ def open_trusted(file: Path) -> int | None:
     except OSError:
         return None
     status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode) or not _is_safe(status):
+    if not is_safe_file(status):
         logger.warning("%s is another user's, or open to others: not used", file)
         os.close(fd)
         return None
     return fd
+
+
+def is_safe_file(status: os.stat_result) -> bool:
+    """Returns whether it is of a plain file that no other user but root can change."""
+    return stat.S_ISREG(status.st_mode) and _is_safe(status)
 
 
 def is_trusted(folder: Path) -> bool:

@@ -76,6 +76,8 @@ class SamplingParams:
     shown_special_tokens: special tokens that are part of the text although skip_special_tokens
     is set, for parsers of the model's markup.
     cache_salt: a prefix is shared only between requests with the same salt.
+    kv_policy: "off" reads all K/V where the engine's kv_policy selects what is read; None: as the
+    engine does.
     priority: where the engine's order is "priority", a lower one runs first.
     thinking_token_budget: the most tokens of reasoning; then the model is made to end it. 0: no
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
@@ -119,6 +121,7 @@ class SamplingParams:
     prediction: str | None = None
     awaits_prefill: bool = False
     answers_so_far: tuple[AnswerSoFar, ...] = ()
+    kv_policy: str | None = None
 
     def __post_init__(self) -> None:
         stop = self.stop
@@ -155,6 +158,8 @@ class SamplingParams:
             check_int("thinking_token_budget", self.thinking_token_budget, UNBOUNDED, SEED_LIMIT)
         if self.prediction is not None and not (self.prediction and type(self.prediction) is str):
             raise RequestError("prediction must be a text that is not empty", param="prediction")
+        if self.kv_policy not in (None, "off"):
+            raise RequestError('kv_policy must be "off"', param="kv_policy")
         check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         if self.answers_so_far and len(self.answers_so_far) != self.n:
             raise RequestError(

@@ -252,7 +252,7 @@ class WeightPeerSettings(WeightMemorySettings):
         are pulled where no file of packed weights is here. Without weight files in the model's
         directory, which then needs config.json and the tokenizer, one of them has to be there.
     weights_listen: where this replica gives its packed weights to others; rank N of several listens
-        at the port plus N.
+        at the port plus N. At shm://, replicas use the same memory.
     weights_key_file: a file with the secret that these replicas share; None: kv_peer_key_file.
     weights_rate_bytes: the most bytes a second that this replica gives; None: what the link takes.
     """
@@ -294,8 +294,8 @@ class KVPolicySettings(WeightPeerSettings):
 
     kv_policy: "off" reads and keeps all. "quest" keeps all and reads, for each decoded token, the
         pages that matter most to it; "window", "h2o", "snapkv", "keyformer" and "pyramid" drop the
-        rest. The budget is a number of tokens or a share of the sequence: quest:budget=1024,
-        h2o:budget=25%. Answers change unless the budget is everything.
+        rest. The budget is a number of tokens or a share of the sequence, at least 128 tokens:
+        quest:budget=1024, h2o:budget=25%. Answers change unless the budget is everything.
     kv_offload_bytes: K/V of running sequences that is on the disk beyond the kv_cache_bytes in
         memory, and is read when attention needs it. None: all of it is in memory.
     kv_offload_dir: the directory of the file, which has no name and ends with the process; None:
@@ -320,8 +320,14 @@ class KVPolicySettings(WeightPeerSettings):
         if policy is None:
             return
         for name in _WITHOUT_KV_POLICY:
-            if getattr(self, name):
+            if getattr(self, name) and (policy.evicts or name != "memory_nodes"):
                 raise ConfigError(f"{name} cannot be used with kv_policy {policy.name}")
+        partition = getattr(self, "memory_partition", "auto")
+        if partition == "sequence" and getattr(self, "memory_nodes", ()):
+            raise ConfigError(
+                f"memory_partition sequence cannot be used with kv_policy {policy.name}: use head"
+                " or request"
+            )
         if num_ranks > 1:
             raise ConfigError(f"a model in several ranks cannot have kv_policy {policy.name}")
         drafts = getattr(self, "speculation", OFF)

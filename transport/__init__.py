@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any, cast
 from urllib.parse import urlsplit
 
-from transport.base import DEFAULT_WINDOW_BYTES, Endpoint, Listener
+from transport.base import DEFAULT_WINDOW_BYTES, Endpoint, HasDescriptor, Listener
 
 # Each class has connect(url, ...) and listen(url, ...) with the arguments of the functions below.
 TRANSPORTS = {
@@ -60,9 +60,16 @@ def listen(
     window_bytes: int = DEFAULT_WINDOW_BYTES,
     max_peers: int = 64,
     encryption: str = "auto",
+    shared: HasDescriptor | None = None,
 ) -> Listener:
     """Listens for peers at url. window_bytes is the size of our window for each of them; encryption
-    is as for `connect`. Raises TransportError."""
+    is as for `connect`. shared is memory whose descriptor each peer gets (`take_shared`), over shm
+    only. Raises TransportError, and ValueError as `connect` does."""
+    more: dict[str, Any] = {}
+    if shared is not None:
+        if check_scheme(url) != "shm":
+            raise ValueError(f"{url}: memory is shared over shm only")
+        more["shared"] = shared
     made = _transport(url).listen(
         url,
         key=key,
@@ -70,8 +77,16 @@ def listen(
         window_bytes=window_bytes,
         max_peers=max_peers,
         **_encryption(url, encryption),
+        **more,
     )
     return cast(Listener, made)
+
+
+def take_shared(endpoint: Endpoint) -> int | None:
+    """Returns the descriptor that the peer shares, which the caller closes; None if there is none,
+    or it was taken."""
+    fds: list[int] = getattr(endpoint, "shared_fds", [])
+    return fds.pop() if fds else None
 
 
 def check_scheme(url: str) -> str:

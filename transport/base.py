@@ -108,6 +108,12 @@ class Endpoint(Protocol):
         thread that waits in poll or post then gets PeerLostError."""
 
 
+class HasDescriptor(Protocol):
+    """Memory or a file with a descriptor, which stays open as long as the object is used."""
+
+    def fileno(self) -> int: ...
+
+
 class Listener(Protocol):
     """Accepts connections of peers."""
 

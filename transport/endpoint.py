@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ class ChannelEndpoint:
     def __init__(self, channel: Channel, peer: Peer) -> None:
         self.peer = peer
         self.max_message_bytes = channel.max_message_bytes
+        self.shared_fds: list[int] = []  # of memory that the peer shares, until they are taken
         self._channel = channel
         if len(os.sched_getaffinity(0)) == 1:
             channel.spin_s = 0.0  # the peer cannot run while this thread spins
@@ -55,3 +57,6 @@ class ChannelEndpoint:
 
     def close(self) -> None:
         self._channel.close()
+        with contextlib.suppress(IndexError):  # another thread may take it
+            while True:
+                os.close(self.shared_fds.pop())

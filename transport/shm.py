@@ -1,5 +1,6 @@
 """shm:///path/of/socket: two processes of one machine, each with a window in a sealed memfd that
 the other one maps. The socket's file is its owner's only (0600); the key is asked for all the same.
+A listener may share a descriptor of further memory, which each peer gets with the window.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 
 from transport import control
 from transport._windows import Link, Memory, SharedChannel, create_window_fd
-from transport.base import Peer, RefusedError, TransportError
+from transport.base import HasDescriptor, Peer, RefusedError, TransportError
 from transport.endpoint import ChannelEndpoint
 from transport.listener import SocketListener
 
@@ -41,14 +42,20 @@ class ShmTransport:
                 raise control.connection_error(url, error) from error
             session = control.authenticate_to(sock, key, deadline)
             theirs = control.exchange_hellos(session, ours)
-            return _endpoint(session, theirs, url, window_bytes)
+            return _connected(session, theirs, url, window_bytes)
         except BaseException:
             sock.close()
             raise
 
     @staticmethod
     def listen(
-        url: str, *, key: bytes, info: Mapping[str, object], window_bytes: int, max_peers: int
+        url: str,
+        *,
+        key: bytes,
+        info: Mapping[str, object],
+        window_bytes: int,
+        max_peers: int,
+        shared: HasDescriptor | None = None,
     ) -> ShmListener:
         path = _path(url)
         control.check_key(key)
@@ -69,15 +76,18 @@ class ShmTransport:
             sock.close()
             raise
         return ShmListener(
-            sock, url, key=key, info=info, window_bytes=window_bytes, max_peers=max_peers
+            sock, url, shared, key=key, info=info, window_bytes=window_bytes, max_peers=max_peers
         )
 
 
 class ShmListener(SocketListener):
     name = "shm"
 
-    def __init__(self, sock: socket.socket, url: str, **settings: Any) -> None:
+    def __init__(
+        self, sock: socket.socket, url: str, shared: HasDescriptor | None, **settings: Any
+    ) -> None:
         self._path = _path(url)
+        self._shared = shared
         self._inode = os.stat(self._path).st_ino
         super().__init__(sock, url, **settings)
 
@@ -85,7 +95,10 @@ class ShmListener(SocketListener):
         self, session: control.Session, theirs: Mapping[str, Any], address: str
     ) -> ChannelEndpoint:
         session.send(self._own_hello())
-        return _endpoint(session, theirs, address, self.window_bytes)
+        more = [] if self._shared is None else [self._shared.fileno()]
+        own = _send_window(session, self.window_bytes, more)
+        fds = _receive_fds(session, 1)
+        return _endpoint(session, theirs, address, own, fds)
 
     def _clean_up(self) -> None:
         try:
@@ -95,48 +108,71 @@ class ShmListener(SocketListener):
             pass
 
 
-def _endpoint(
-    session: control.Session, theirs: Mapping[str, Any], address: str, window_bytes: int
+def _connected(
+    session: control.Session, theirs: Mapping[str, Any], url: str, window_bytes: int
 ) -> ChannelEndpoint:
-    """Exchanges the windows' descriptors, ours first."""
-    fd = create_window_fd(window_bytes)
+    own = _send_window(session, window_bytes, [])
+    window, *shared = _receive_fds(session, 2)
     try:
-        own = Memory.of_fd(window_bytes, fd)
-        _send_fd(session, fd)
-    finally:
-        os.close(fd)
-    fd = _receive_fd(session)
+        endpoint = _endpoint(session, theirs, url, own, [window])
+    except BaseException:
+        _close_all(shared)
+        raise
+    endpoint.shared_fds = shared
+    return endpoint
+
+
+def _endpoint(
+    session: control.Session, theirs: Mapping[str, Any], address: str, own: Memory, fds: list[int]
+) -> ChannelEndpoint:
+    """fds: that of the peer's window, which is closed."""
     try:
-        peers = Memory.of_fd(theirs["window_bytes"], fd)
+        peers = Memory.of_fd(theirs["window_bytes"], fds[0])
     except ValueError as error:
         raise RefusedError(str(error)) from error
     finally:
-        os.close(fd)
+        _close_all(fds)
     link = Link.of_socket(session.detach())
     link.watch()
     return ChannelEndpoint(SharedChannel(own, peers, link), Peer(address, theirs["info"]))
 
 
-def _send_fd(session: control.Session, fd: int) -> None:
+def _send_window(session: control.Session, window_bytes: int, more: list[int]) -> Memory:
+    """Sends the descriptor of a new window, and further ones, and returns the window."""
+    fd = create_window_fd(window_bytes)
+    try:
+        own = Memory.of_fd(window_bytes, fd)
+        _send_fds(session, [fd, *more])
+    finally:
+        os.close(fd)
+    return own
+
+
+def _send_fds(session: control.Session, fds: list[int]) -> None:
     session.sock.settimeout(max(session.deadline - time.monotonic(), 1e-3))
-    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))
+    rights = (socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))
     try:
         session.sock.sendmsg([b"w"], [rights])
     except OSError as error:
         raise control.connection_error("the peer", error) from error
 
 
-def _receive_fd(session: control.Session) -> int:
+def _receive_fds(session: control.Session, at_most: int) -> list[int]:
+    """Returns the descriptor of the peer's window, and those that it sends with it."""
     session.sock.settimeout(max(session.deadline - time.monotonic(), 1e-3))
     try:
         byte, fds, _, _ = socket.recv_fds(session.sock, 1, 8)
     except OSError as error:
         raise control.connection_error("the peer", error) from error
-    if byte == b"w" and len(fds) == 1:
-        return fds[0]
+    if byte == b"w" and 0 < len(fds) <= at_most:
+        return fds
+    _close_all(fds)
+    raise RefusedError("the peer sent no window")
+
+
+def _close_all(fds: list[int]) -> None:
     for fd in fds:
         os.close(fd)
-    raise RefusedError("the peer sent no window")
 
 
 def _path(url: str) -> str:

@@ -2,7 +2,8 @@
 
 `python -m bench.cluster.fast_start --model random:llama-1b` runs a replica that serves its weights
 and measures, in rounds that take turns, what `--parts` names. link: what the link carries, how fast
-the weights come over it into new memory, and what a stream of the replica loses meanwhile. starts:
+the weights come over it into new memory and, over shm, how fast the replica's own memory is ready
+for use, and what a stream of the replica loses meanwhile. starts:
 fresh processes of `serve run` to their first token from each source. zero: the first token of a
 request whose model has no process, behind the front of several models.
 """
@@ -33,10 +34,11 @@ from bench.offline.startup import drop_from_memory, start_once
 from serve.cli.config_file import parse_size
 from serve.config import EngineConfig
 from serve.machine import free_port
-from serve.models.packed_cache.layout import Index, Span, read_index
+from serve.models.packed_cache.layout import DATA_START, Index, Span, read_index
 from serve.models.packed_cache.region import huge_pages
 from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull
+from serve.weight_peers.same_memory import use_shared
 from serve.weight_peers.wire import Area
 from transport.base import Segment
 
@@ -100,6 +102,21 @@ def pull_rate(url: str, key: bytes, index: Index) -> float:
     return pull.num_bytes / (time.perf_counter() - began_s)
 
 
+def shared_rate(url: str, key: bytes, index: Index) -> float:
+    """Returns the bytes a second from a new connection to memory of the peer that was compared."""
+    link = WeightLink(url, key)
+    began_s = time.perf_counter()
+    link.connect()
+    fd = link.take_shared()
+    if fd is None:
+        raise SystemExit("the replica does not share its memory on this system")
+    used = use_shared(fd, index, object)
+    seconds = time.perf_counter() - began_s
+    assert len(used.data) >= index.data_end
+    link.close()
+    return (index.data_end - DATA_START) / seconds
+
+
 # -- a stream of the replica
 
 
@@ -152,28 +169,35 @@ def measure_link(given: argparse.Namespace, folder: Path, peer: Peer) -> None:
     index = read_remote_index(peer.url, peer.key)
     num_bytes = index.data_end
     rows: Readings = defaultdict(list)
+    ways = {"copied": pull_rate}
+    if given.scheme == "shm":
+        ways["shared"] = shared_rate
     for _ in range(given.rounds):
         rows["link"].append(link_rate(given.scheme, num_bytes, folder) / 1e9)
         rows["new memory"].append(memory_rate(num_bytes) / 1e9)
-        rows["pull"].append(pull_rate(peer.url, peer.key, index) / 1e9)
-        rows["pull / link"].append(rows["pull"][-1] / rows["link"][-1])
+        for way, rate in ways.items():
+            rows[way].append(rate(peer.url, peer.key, index) / 1e9)
+            rows[f"{way} / link"].append(rows[way][-1] / rows["link"][-1])
     print(f"{num_bytes / 1e9:.2f} GB over {given.scheme}, GB/s: median (lowest to highest)")
     for name, values in rows.items():
         print(f"  {name:20} {_spread(values)}")
     stream = Stream(peer.port)
-    alone, pulling = [], []
+    windows: dict[str, list[tuple[float, float]]] = defaultdict(list)
     time.sleep(2.0)
     for _ in range(given.rounds):
         began_s = time.perf_counter()
         time.sleep(2.0)
-        alone.append((began_s, time.perf_counter()))
-        began_s = time.perf_counter()
-        rows["pull beside a stream"].append(pull_rate(peer.url, peer.key, index) / 1e9)
-        pulling.append((began_s, time.perf_counter()))
+        windows["alone"].append((began_s, time.perf_counter()))
+        for way, rate in ways.items():
+            began_s = time.perf_counter()
+            rows[f"{way} beside a stream"].append(rate(peer.url, peer.key, index) / 1e9)
+            windows[f"while weights are {way}"].append((began_s, time.perf_counter()))
     stream.close()
-    print(f"  beside a stream {_spread(rows['pull beside a stream'])}")
-    for name, windows in (("alone", alone), ("while weights are pulled", pulling)):
-        gaps = stream.gaps_ms(windows)
+    for way in ways:
+        name = f"{way} beside a stream"
+        print(f"  {name:20} {_spread(rows[name])}")
+    for name, times in windows.items():
+        gaps = stream.gaps_ms(times)
         if gaps:
             p50, most = statistics.median(gaps), max(gaps)
             print(f"  tokens of a stream, {name}: ms p50 {p50:.1f}, most {most:.1f} ({len(gaps)})")

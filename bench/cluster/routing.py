@@ -1,7 +1,8 @@
 """Chats over several servers: prompt tokens found in prefix caches and times to first tokens, by
 how `serve front` chooses the server.
 
-    python -m bench.cluster.routing --chats 64 --turns 6 [--model random:llama-300m --words 100]
+    python -m bench.cluster.routing --chats 64 --turns 6
+    python -m bench.cluster.routing --model random:llama-300m --words 60 --answer 8 --context 2048
 
 Each chat sends its turns one after the other, a stream each; the answers become part of the next
 prompt. After that one server is started again, and the chats go on for a turn.
@@ -26,7 +27,6 @@ from serve.cluster.front.replicas import ROUTING
 from serve.machine import free_port
 
 MODEL = "m"
-ANSWER_TOKENS = 32
 _WORDS = ("dog", "boat", "red", "hill", "near", "old", "house", "sea", "cat", "sees", "the", "a")
 
 
@@ -34,8 +34,9 @@ class Chat:
     """A conversation. first_s: seconds to the first token of each turn; num_prompt, num_cached:
     the tokens of all prompts, and those of them that a prefix cache had."""
 
-    def __init__(self, number: int, num_words: int) -> None:
+    def __init__(self, number: int, num_words: int, num_answer: int) -> None:
         self._random = random.Random(number)
+        self._num_answer = num_answer
         self._num_words = num_words  # of a turn
         self._messages: list[dict[str, str]] = []
         self._number = number
@@ -48,7 +49,7 @@ class Chat:
         body = {
             "model": MODEL,
             "messages": self._messages,
-            "max_tokens": ANSWER_TOKENS,
+            "max_tokens": self._num_answer,
             "temperature": 0,
             "ignore_eos": True,
             "stream": True,
@@ -91,7 +92,7 @@ async def measure(given: argparse.Namespace) -> None:
                 await until_ready(server.url)
             front, url = await start_front([s.url for s in servers], "--routing", routing)
             stack.callback(front.kill)
-            chats = [Chat(number, given.words) for number in range(given.chats)]
+            chats = [Chat(n, given.words, given.answer) for n in range(given.chats)]
             await _talk(chats, url, given.turns, given.at_once)
             found = sum(c.num_cached for c in chats) / sum(c.num_prompt for c in chats)
             times = sorted(t for chat in chats for t in chat.first_s)
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--at-once", type=int, default=4)
     parser.add_argument("--model", help="default: the built-in one")
     parser.add_argument("--words", type=int, default=50, help="of a turn")
+    parser.add_argument("--answer", type=int, default=32, help="tokens of an answer")
     parser.add_argument("--context", type=int, default=1024, help="tokens")
     asyncio.run(measure(parser.parse_args()))
 

@@ -55,6 +55,8 @@ def node_processes(
         for process in processes:
             process.send_signal(signal.SIGKILL)
             process.wait()
+            if process.stdout is not None:
+                process.stdout.close()
 
 
 def _url(scheme: str, folder: Path, number: int) -> str:

@@ -2,10 +2,9 @@
 
 The shape is that of a model of 1B: 16 layers of 32 query heads on 8 K/V heads of 64. One sequence
 decodes; its K/V lies in pages of a memfd as an engine's does, and is read by all layers in turn, so
-that no cache holds it. Times are medians of one token's attention in all layers. Keys are those of
-topics, each of which lasts a while, because the choice among equal tiles takes other times than
-that among different ones. "read" is what a token reads, the bounds included, over the time, as a
-share of the memory's read bandwidth between the measurements.
+that no cache holds it. Times are medians of one token's attention in all layers. "read" is what a
+token reads, the bounds included, over the time, as a share of the memory's read bandwidth between
+the measurements.
 
 The bounds lie in the tiles of K/V, or with --bounds beside in a store of their own, a row of tiles
 that have those of all layers.
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from bench.common.checkpoints import model_directory
+from bench.common.topic_keys import topic_keys
 from memory.attention.seam import Attention, AttentionLayer, AttentionStep
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout, TiledLocalPlan, tiled_ops
 from memory.pages.linux_vmm import LinuxMemory
@@ -41,15 +41,9 @@ from serve.loading.runtime import load_runtime
 HEADS, KV_HEADS, HEAD_DIM = 32, 8, 64
 _SHARES = (0.06, 0.12, 0.25, 0.5)
 _FILLED = 4096  # tokens that are written at once
-_TOPIC = 48
 PLACES = ("tile", "beside")
 _PAGE = 4096
 _PROBE_BYTES = 256 << 20
-
-
-def _keys(rows: int, heads: int, dim: int) -> torch.Tensor:
-    topics = torch.randn(-(-rows // _TOPIC), heads, dim)
-    return topics.repeat_interleave(_TOPIC, 0)[:rows] + torch.randn(rows, heads, dim)
 
 
 class SelectedKV:
@@ -89,7 +83,7 @@ class SelectedKV:
         for first in range(0, self.num_tokens, _FILLED):
             rows = min(_FILLED, self.num_tokens - first)
             step = self._step(rows, first + rows)
-            k = _keys(rows, KV_HEADS, HEAD_DIM)
+            k = topic_keys(rows, KV_HEADS, HEAD_DIM)
             for op in self.ops:
                 op.append(step, k, k.roll(1, 0), None)
 
@@ -196,7 +190,7 @@ class SelectingModel:
             plan = self._plan(0, rows, first + rows)
             assert isinstance(plan, TiledLocalPlan), "K/V in tiles, in one group"
             for number, layer in enumerate(layers):
-                k = _keys(rows, layer.num_kv_heads, layer.head_dim)
+                k = topic_keys(rows, layer.num_kv_heads, layer.head_dim)
                 plan.store(number, k, k.roll(1, 0), None)
         self._num_tokens = num_tokens
 

@@ -41,14 +41,19 @@ NOISE_BLOCK = 64  # keys whose noise is drawn together
 
 @dataclass(frozen=True)
 class Budget:
-    """tokens: a number of tokens. share: a share of the sequence's tokens, rounded up."""
+    """tokens: a number of tokens. share: a share of the sequence's tokens, rounded up, at least
+    `least` tokens."""
 
     tokens: int | None = None
     share: float | None = None
+    least: int = 128
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Parses "1024" or "12%"."""
+        """Parses "1024", "12%" or "12%,least=32"."""
+        amount, _, least = text.partition("%,least=")
+        if least:
+            return cls(share=float(amount) / 100, least=int(least))
         if text.endswith("%"):
             return cls(share=float(text[:-1]) / 100)
         return cls(tokens=int(text))
@@ -58,7 +63,7 @@ class Budget:
         if self.tokens is not None:
             return self.tokens
         assert self.share is not None
-        return max(1, math.ceil(num_tokens * self.share))
+        return max(self.least, math.ceil(num_tokens * self.share))
 
 
 @dataclass

@@ -8,7 +8,9 @@ CUDA graph can be launched again for other rows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -21,11 +23,14 @@ from memory.attention.seam import (
     Ticket,
     kv_owner,
 )
+from memory.attention.tiled import is_selectable
+from memory.policies.selection import Selection
 from ops.backend import Partial
 from ops.cuda import attention as kernels
 from ops.cuda.latent import CudaLatentLayer, LatentTiles
 from ops.cuda.prefill import LibraryPrefill
-from ops.kv_tiles import TILE_TOKENS, KVTiles, layer_bytes
+from ops.cuda.selection import SelectingLayer, SelectionArrays
+from ops.kv_tiles import TILE_TOKENS, KVTiles, key_bounds_bytes, layer_bytes
 from quant.kv import MAX_LATENT_DIM, fitting_group, latent_format
 
 _DIM_UNIT = 16  # of a head, as the kernels have it
@@ -35,15 +40,25 @@ CudaLayer = kernels.CudaAttentionLayer | CudaLatentLayer
 class CudaKVLayout:
     """The layout of all layers' K and V in one tile's bytes. Head dimensions are padded with zeros
     to a multiple of 16, those of latents are not. A layer that shares the K/V of another has its
-    offset."""
+    offset. Where K/V is selected, the bounds of a tile's keys (ops.kv_tiles) follow the K/V of each
+    layer whose rows see all keys."""
 
     tile_tokens = TILE_TOKENS
 
-    def __init__(self, layers: Sequence[AttentionLayer], dtype: torch.dtype, group: int) -> None:
+    def __init__(
+        self,
+        layers: Sequence[AttentionLayer],
+        dtype: torch.dtype,
+        group: int,
+        *,
+        has_bounds: bool = False,
+    ) -> None:
         """dtype: int8, bfloat16 or float32. group: the most values of a head that share a scale in
-        int8. Raises ValueError for heads that the kernels do not support."""
+        int8. has_bounds: whether K/V is selected. Raises ValueError for heads that the kernels do
+        not support."""
         self.layers = list(layers)
         self.dtype = dtype
+        self.bounds: list[bool] = []  # per layer, whether it has bounds
         self.groups: list[int | None] = []
         self.offsets: list[int] = []  # in bytes, per layer, from the start of a tile
         offset = 0
@@ -53,8 +68,12 @@ class CudaKVLayout:
             self.groups.append(fitting_group(dim, group) if is_int8 else None)
             owner = kv_owner(self.layers, number)
             self.offsets.append(offset if owner == number else self.offsets[owner])
+            is_selected = is_selectable(layer) and is_selectable(self.layers[owner])
+            self.bounds.append(has_bounds and is_selected)
             if owner != number:
                 continue
+            if self.bounds[number]:
+                offset += key_bounds_bytes(layer.num_kv_heads, dim)
             if layer.value_dim is None:
                 offset += layer_bytes(layer.num_kv_heads, dim, dtype, self.groups[number])
             else:
@@ -137,6 +156,38 @@ def step_arrays(
     return kernels.StepArrays(max_rows, max_seqs, max_len, shapes, device, windows)
 
 
+class SelectedRows(NamedTuple):
+    """What decode rows read, and the buffers for the next step's."""
+
+    selection: Selection
+    arrays: SelectionArrays
+
+    def fill(self, host: Tensor, step: AttentionStep) -> None:
+        """Writes the decode rows of a step to host memory. Rows of chunks read everything."""
+        n = step.num_decodes
+        budgets = np.zeros(n, np.int64)
+        if step.prompt_lens is not None:
+            each = step.num_rows[:n], step.kv_lens[:n], step.prompt_lens[:n]
+            counts, chosen = self.selection.plan(*each, TILE_TOKENS)
+            budgets[np.asarray(counts, bool)] = chosen
+        self.arrays.fill(host, np.asarray(step.kv_lens[:n], np.int64), budgets)
+
+
+def selected_rows(
+    selection: Selection | None, layouts: Sequence[CudaKVLayout], arrays: kernels.StepArrays
+) -> SelectedRows | None:
+    """Returns the buffers of rows that select in the layers with bounds; None if none does."""
+    heads = [
+        layer.num_kv_heads
+        for layout in layouts
+        for layer, has_bounds in zip(layout.layers, layout.bounds, strict=True)
+        if has_bounds
+    ]
+    if selection is None or not heads:
+        return None
+    return SelectedRows(selection, SelectionArrays(arrays, max(heads)))
+
+
 class CudaAttention:
     """Implements PlannedAttention over the K/V of one or several layer groups.
 
@@ -153,15 +204,17 @@ class CudaAttention:
         bases: Sequence[int],
         arrays: kernels.StepArrays,
         library: LibraryPrefill | None = None,
+        selected: SelectedRows | None = None,
     ) -> None:
         """layers_of: for each layout, the numbers of its layers in the model. bases: for each
         layout, the address where its ranges begin. library: computes long chunks outside CUDA
-        graphs."""
+        graphs. selected: what decode rows read in layers with bounds; None: everything."""
         self.arrays = arrays
         self._library_rows = None if library is None else library.min_rows
-        self._host = torch.zeros(arrays.num_words, dtype=torch.int32)
+        self._selected = selected
+        self._host = torch.zeros(self.num_words, dtype=torch.int32)
         made = {
-            number: _made_layer(layout, place, base, library, arrays)
+            number: _made_layer(layout, place, base, library, arrays, selected)
             for layout, ids, base in zip(layouts, layers_of, bases, strict=True)
             for place, number in enumerate(ids)
         }
@@ -169,18 +222,22 @@ class CudaAttention:
 
     @property
     def num_words(self) -> int:
-        """The int32 words of a host buffer for `fill`."""
-        return self.arrays.num_words
+        """The int32 words of a host buffer for `fill`: those of the step, and then those of rows
+        that select."""
+        selected = 0 if self._selected is None else self._selected.arrays.num_words
+        return self.arrays.num_words + selected
 
     def upload(self, host: Tensor) -> None:
         """Copies a filled host buffer to the device, in the order of its work."""
+        if self._selected is not None:
+            self._selected.arrays.upload(host[self.arrays.num_words :])
         self.arrays.upload(host)
 
     def plan(self, step: AttentionStep) -> CudaPlan:
         """Plans exactly these rows and uploads them. The device has finished the previous step."""
         num_rows, num_decodes = sum(step.num_rows), step.num_decodes
         chunks = self.fill(self._host, step, num_rows, num_decodes, is_captured=False)
-        self.arrays.upload(self._host)
+        self.upload(self._host)
         return self.view(num_rows, num_decodes, len(step.num_rows) > num_decodes, chunks)
 
     def fill(
@@ -194,8 +251,8 @@ class CudaAttention:
     ) -> Sequence[kernels.PrefillChunk]:
         """Writes a step, padded to these numbers, to host memory for `arrays.upload`. Returns the
         chunks that the library computes, for `view`; a captured step has none."""
-        return self.arrays.fill(
-            host,
+        chunks = self.arrays.fill(
+            host[: self.arrays.num_words],
             step.starts,
             step.num_rows,
             step.kv_lens,
@@ -204,6 +261,9 @@ class CudaAttention:
             num_decodes,
             None if is_captured else self._library_rows,
         )
+        if self._selected is not None:
+            self._selected.fill(host[self.arrays.num_words :], step)
+        return chunks
 
     def view(
         self,
@@ -223,12 +283,15 @@ def _made_layer(
     base: int,
     library: LibraryPrefill | None,
     arrays: kernels.StepArrays,
+    selected: SelectedRows | None,
 ) -> CudaLayer:
     tiles = layout.tiles(place)
     if isinstance(tiles, LatentTiles):
         assert library is None, "libraries do not attend to latents"
         return CudaLatentLayer(tiles, base)
     sinks = _sinks(layout.layers[place], arrays)
+    if selected is not None and layout.bounds[place]:
+        return SelectingLayer(tiles, base, selected.arrays, library, sinks)
     return kernels.CudaAttentionLayer(tiles, base, library, sinks)
 
 

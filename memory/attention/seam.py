@@ -96,11 +96,16 @@ def single_rows(step: AttentionStep) -> AttentionStep:
     decoded = list(zip(step.starts[:n], step.num_rows[:n], step.kv_lens[:n], strict=True))
     ends = [length - rows + 1 + i for _, rows, length in decoded for i in range(rows)]
     starts = [start for start, rows, _ in decoded for _ in range(rows)]
+    prompts = step.prompt_lens
+    if prompts is not None:
+        own = zip(prompts[:n], step.num_rows[:n], strict=True)
+        prompts = [*[length for length, rows in own for _ in range(rows)], *prompts[n:]]
     return AttentionStep(
         len(starts),
         [*starts, *step.starts[n:]],
         [*[1] * len(starts), *step.num_rows[n:]],
         [*ends, *step.kv_lens[n:]],
+        prompts,
     )
 
 

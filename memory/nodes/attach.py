@@ -15,6 +15,8 @@ from memory.attention.layouts import KV_TYPES, Layout, make_layout
 from memory.attention.seam import AttentionLayer, kv_owner, layers_in
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout
 from memory.nodes.wire import ErrorCode, WireError
+from memory.policies.selection import Selection, selection_of
+from memory.policies.setting import SELECTIONS, KVPolicy
 from quant.kv import GROUPS
 
 STRIPE_TOKENS = 16
@@ -46,7 +48,9 @@ class AttachRequest:
     the page slots of a range. The engine wants num_pages pages and accepts min_pages. max_rows is
     the most rows of one message. With prefix_only rows attend over the K/V before the step alone.
     With by_segment a range is a segment of a sequence, and rows attend over the segment alone. With
-    is_question the node only answers what it would grant.
+    is_question the node only answers what it would grant. kv_policy: by which rows of answers
+    select what they read; None: they read everything. A node that knows it repeats it in its
+    answer.
     """
 
     engine: str
@@ -64,9 +68,18 @@ class AttachRequest:
     prefix_only: bool = False
     by_segment: bool = False
     is_question: bool = False
+    kv_policy: KVPolicy | None = None
 
     def to_json(self) -> dict[str, object]:
-        return asdict(self)
+        content = asdict(self)
+        if self.kv_policy is None:  # nodes of earlier versions do not miss it
+            del content["kv_policy"]
+        return content
+
+    @property
+    def selection(self) -> Selection | None:
+        """What rows of answers read, with counts of its own; None: everything."""
+        return selection_of(self.kv_policy)
 
     @classmethod
     def from_json(cls, content: dict[str, object]) -> AttachRequest:
@@ -92,6 +105,7 @@ class AttachRequest:
             prefix_only=fields.flag("prefix_only"),
             by_segment=fields.flag("by_segment"),
             is_question=fields.flag("is_question"),
+            kv_policy=_policy(content.get("kv_policy")),
         )
         request.check()
         return request
@@ -127,6 +141,10 @@ class AttachRequest:
                     raise _shape(f"head_dim {layer.head_dim} has no {self.kv_dtype} K/V")
         if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
             raise _shape("segments have neither windows nor prefix_only")
+        if self.kv_policy is not None and (
+            self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment
+        ):
+            raise _shape(f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
             raise _shape("the scale of attention over latents must be positive")
 
@@ -173,7 +191,12 @@ class NodeLayout:
     def __init__(self, request: AttachRequest) -> None:
         self.request = request
         self.groups: list[Layout] = [
-            make_layout(layers_in(request.layers, ids), request.kv_dtype, request.kv_group)
+            make_layout(
+                layers_in(request.layers, ids),
+                request.kv_dtype,
+                request.kv_group,
+                has_bounds=request.kv_policy is not None,
+            )
             for ids in request.group_layers
         ]
         self.windows = [_widest(layout.layers) for layout in self.groups]
@@ -302,6 +325,22 @@ def _layer(value: object) -> AttentionLayer:
         shares=fields.optional("shares", 0, _MAX_LAYERS),
         value_dim=fields.optional("value_dim", 1, dim),
     )
+
+
+def _policy(value: object) -> KVPolicy | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise _shape("kv_policy must be an object")
+    fields = _Fields(value)
+    name = fields.name("name")
+    if name not in SELECTIONS:
+        raise _shape(f"kv_policy {name!r} is none that selects on nodes of this version")
+    tokens = fields.optional("tokens", 1, _MAX_RANGE_TOKENS)
+    share = None if fields.get("share") is None else fields.number("share")
+    if (tokens is None) is (share is None) or (share is not None and not 0 < share <= 1):
+        raise _shape("kv_policy must have a number of tokens, or a share above 0 and at most 1")
+    return KVPolicy(name, tokens, share, fields.integer("least", 1, _MAX_RANGE_TOKENS))
 
 
 def _sinks(value: object, num_heads: int) -> tuple[float, ...] | None:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from memory.nodes.attach import AttachRequest
@@ -146,6 +147,12 @@ class NodeLink:
                 raise WireError(ErrorCode.RANGE, f"{num_pages!r} pages")
             if type(num_mappings) is not int:
                 raise WireError(ErrorCode.FORM, f"{num_mappings!r} mappings")
+            policy = request.kv_policy
+            if policy is not None and content.get("kv_policy") != asdict(policy):
+                text = (
+                    f"the node does not know kv_policy {policy.name}: it is of an earlier version"
+                )
+                raise WireError(ErrorCode.SHAPE, text)
             self.num_mappings = num_mappings
         except WireError as error:
             raise NodeError(error.code, str(error)) from error

@@ -6,6 +6,9 @@
 sequence computes what local attention would compute, with the same kernels on the same numbers, so
 that results have the same bits.
 
+With a kv_policy the nodes choose what rows of answers read, by the rule of local attention: they
+are told where each sequence's prompt ends. A node then attends when it has k and v, too.
+
 In partition mode `sequence` a node has only some tokens. There the nodes compute prefix attention,
 which needs q alone, `finish` computes the new-token attention locally, and `wait` merges the
 results by their log-sum-exp.
@@ -15,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import NamedTuple
 
 import torch
 
@@ -34,7 +38,9 @@ from memory.nodes.remote_plan import (
 )
 from memory.nodes.staging import HOST_STAGING, Staging
 from memory.nodes.wire import Append, NodePlan, Query, WireFormat
+from memory.policies.selection import Selection
 from ops.backend import Backend
+from quant.kv import TILE_TOKENS
 from transport.base import TransportError
 
 
@@ -54,10 +60,13 @@ class RemoteAttention:
         wire: WireFormat,
         tail_cache: PromptTailCache | None = None,
         staging: Staging = HOST_STAGING,
+        selection: Selection | None = None,
     ) -> None:
         """num_ranges is the number of ranges in each partition. staging: moves rows between the
-        model's memory and this machine's."""
+        model's memory and this machine's. selection: that of the nodes' kv_policy."""
+        assert selection is None or not nodes.prefix_only, "what is selected is read in one place"
         self.staging = staging
+        self.selection = selection
         self.layers = list(layers)
         self.new_token_attention = new_token_attention
         self.backend = backend
@@ -83,11 +92,12 @@ class RemoteAttention:
         number = next(self._numbers)
         self.staging.reset()
         spans, num_keys = self._extend_tails(step)
+        selected = self._select(step, num_keys)
         planned: list[NodeRows] = []
         for index, partition in enumerate(self._nodes.partitions):
             edits = partition.edits.take()
             for link in partition.links:
-                node, plan = self._plan_rows(link, step, index, num_keys)
+                node, plan = self._plan_rows(link, step, index, num_keys, selected)
                 if not (edits or plan.queries or plan.appends):
                     continue
                 try:
@@ -145,8 +155,10 @@ class RemoteAttention:
         if any(partition.is_local for partition in self._nodes.partitions):
             tail_cache.clear()  # the local node uses this memory now
             return spans, num_keys
+        ends = None if self.selection is None else step.prompt_lens
         for i, start in enumerate(step.starts):
-            if i < step.num_decodes:
+            # rows of an answer that are computed again select what they read, which nodes do
+            if i < step.num_decodes or (ends is not None and step.kv_lens[i] > ends[i]):
                 tail_cache.drop(start)
                 continue
             kept = tail_cache.extend(start, step.kv_lens[i] - step.num_rows[i], step.num_rows[i])
@@ -154,13 +166,38 @@ class RemoteAttention:
                 spans[i], num_keys[i] = kept
         return spans, num_keys
 
+    def _select(self, step: AttentionStep, num_keys: Sequence[int]) -> _Selected | None:
+        """Returns what rows select on the nodes, and counts their tiles; None without a policy.
+        num_keys: the tokens of each sequence over which the nodes attend."""
+        if self.selection is None:
+            return None
+        if step.prompt_lens is None:
+            return _Selected(step.kv_lens, [0] * len(num_keys))
+        counts, budgets = self.selection.plan(
+            step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+        )
+        num_skipped, at = [], 0
+        for selecting, keys in zip(counts, num_keys, strict=True):
+            # the bounds of a tile take about as many bytes as one of its tokens
+            num_read = sum(budgets[at : at + selecting]) * TILE_TOKENS
+            num_read += selecting * (keys // TILE_TOKENS)
+            num_skipped.append(max(0, selecting * keys - num_read))
+            at += selecting
+        return _Selected(step.prompt_lens, num_skipped)
+
     def _partitions_of(self, step: AttentionStep) -> set[int]:
         return {start // self._partition_tokens for start in step.starts}
 
     def _plan_rows(
-        self, link: NodeLink, step: AttentionStep, partition: int, num_keys: Sequence[int]
+        self,
+        link: NodeLink,
+        step: AttentionStep,
+        partition: int,
+        num_keys: Sequence[int],
+        selected: _Selected | None,
     ) -> tuple[NodeRows, NodePlan]:
-        """num_keys: the tokens of each sequence over which the nodes attend."""
+        """num_keys: the tokens of each sequence over which the nodes attend. selected: what the
+        sequences' rows select."""
         shard, row = link.shard, 0
         range_tokens = self._range_tokens
         first_start = partition * self._partition_tokens
@@ -169,15 +206,16 @@ class RemoteAttention:
         appends: list[Append] = []
         query_runs: list[tuple[int, int]] = []
         append_runs: list[tuple[int, int]] = []
-        for start, num_rows, kv_len, attended in zip(
-            step.starts, step.num_rows, step.kv_lens, num_keys, strict=True
-        ):
+        queried: list[int] = []
+        sequences = zip(step.starts, step.num_rows, step.kv_lens, num_keys, strict=True)
+        for i, (start, num_rows, kv_len, attended) in enumerate(sequences):
             if not first_start <= start < end:
                 row += num_rows
                 continue
             index, position = (start - first_start) // range_tokens, kv_len - num_rows
             keys = shard.num_tokens(attended)
             if keys:
+                queried.append(i)
                 queries.append(Query(index, num_rows, keys))
                 _extend_runs(query_runs, row, num_rows)
             num_appends = 0
@@ -191,8 +229,10 @@ class RemoteAttention:
         num_queries = sum([n for _, n in query_runs])
         rows = None
         if num_queries < row:
-            indices = [i for at, n in query_runs for i in range(at, at + n)]
+            indices = [place for at, n in query_runs for place in range(at, at + n)]
             rows = self.staging.receive(torch.tensor(indices, dtype=torch.int64))
+        all_keys = sum([query.num_rows * query.num_keys for query in queries])
+        prompt_lens, num_skipped = ([], 0) if selected is None else selected.of(queried)
         node = NodeRows(
             link,
             self._parts_of(link),
@@ -201,9 +241,9 @@ class RemoteAttention:
             num_queries,
             sum([n for _, n in append_runs]),
             rows,
-            sum([query.num_rows * query.num_keys for query in queries]),
+            all_keys - num_skipped,
         )
-        return node, NodePlan([], queries, appends)
+        return node, NodePlan([], queries, appends, prompt_lens)
 
     def _send_edits(self) -> None:
         """Sends edits outside of a step, so that nodes return released memory to the system."""
@@ -218,6 +258,18 @@ class RemoteAttention:
                 except TransportError:
                     link.close()  # the next step fails, because pages differ now
                     break
+
+
+class _Selected(NamedTuple):
+    """What rows select on the nodes. prompt_lens: of each sequence; the rows after it select.
+    num_skipped: how many keys they do not read, about, the sum over the rows of a sequence."""
+
+    prompt_lens: Sequence[int]
+    num_skipped: Sequence[int]
+
+    def of(self, numbers: Sequence[int]) -> tuple[list[int], int]:
+        """Returns the prompt lengths of some sequences, and how many keys they do not read."""
+        return [self.prompt_lens[i] for i in numbers], sum([self.num_skipped[i] for i in numbers])
 
 
 def _extend_runs(runs: list[tuple[int, int]], first: int, length: int) -> None:

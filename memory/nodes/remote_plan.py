@@ -47,8 +47,8 @@ ReadAnswer = Callable[[WireRows, memoryview, Header], Iterable[Tensor]]
 class NodeRows:
     """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
     (first row, length) of the step's rows. rows has the indices of the query rows; it is None if
-    all rows query. num_keys is the sum of these rows' keys. k and v of the query rows are not among
-    the appended ones, unless nodes compute prefix attention."""
+    all rows query. num_keys is the sum of the keys that these rows read. k and v of the query rows
+    are not among the appended ones, unless nodes compute prefix attention."""
 
     link: NodeLink
     parts: list[LayerShard]
@@ -161,6 +161,15 @@ class _NodesPlan:
             self._kept[layer] = found
         return found
 
+    def store(
+        self, layer: int, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sends k and v of a layer, without attention. Returns them as they were sent."""
+        k, v = self._keys(layer, k, v, rotation)
+        if self._layers[layer].shares is None:
+            self._send_kv(layer, k, v)
+        return k, v
+
     def _send_kv(self, layer: int, k: Tensor, v: Tensor | None) -> None:
         """Sends k and v, or k alone: with OWN of the query rows, with UPDATE of the appended
         ones."""
@@ -243,10 +252,8 @@ class RemotePlan(_NodesPlan):
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         layer, q, _ = ticket
-        k, v = self._keys(layer, k, v, rotation)
+        k, v = self.store(layer, k, v, rotation)
         shape = self._layers[layer]
-        if shape.shares is None:
-            self._send_kv(layer, k, v)
         out = q.new_empty(*q.shape[:2], shape.value_dim or q.shape[2])
         if runs := self._tails.runs:
             own_v = None if v is None else _rows_of(v, runs)
@@ -295,9 +302,7 @@ class PrefixPlan(_NodesPlan):
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         layer, q, _ = ticket
-        k, v = self._keys(layer, k, v, rotation)
-        if self._layers[layer].shares is None:
-            self._send_kv(layer, k, v)
+        k, v = self.store(layer, k, v, rotation)
         out, lse = self._new.attend(layer, q, k, v)
         return PrefixPending(self, layer, Partial(out, lse), q.dtype, self._backend)
 

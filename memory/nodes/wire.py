@@ -5,7 +5,8 @@ whose checksum the transport has verified. Integers are little endian. Each one 
 checked before it is used: its form here, its meaning in `node_session`.
 
     engine -> node   ATTACH   JSON: layers, pages, epoch (attach.py)
-                     PLAN     edits of the address space, then the queries and appends
+                     PLAN     edits of the address space, then the queries and appends; in a session
+                              with a kv_policy also the length of each query's prompt
                      QUERY    q of the querying rows of one layer          [R, H, D]
                      OWN      k, then v of the querying rows of one layer  [R, Hk, D] each
                      UPDATE   k, then v of the appending rows of one layer [A, Hk, D] each
@@ -38,6 +39,7 @@ HEADER_BYTES = _HEADER.size  # 32, so that the body is aligned
 _EDIT = struct.Struct("<IIIII")
 _QUERY = struct.Struct("<IIII")
 _APPEND = struct.Struct("<III")
+_PROMPT = struct.Struct("<I")
 _COUNTS = struct.Struct("<III")
 
 
@@ -189,11 +191,14 @@ class Append(NamedTuple):
 class NodePlan(NamedTuple):
     """The edits are applied after all work of earlier plans and before the work of this one.
     Queries of one row come first; with by_segment those with own rows come before the others, and
-    among each of them those of one row. Rows of q, k and v are in the order of these lists."""
+    among each of them those of one row. Rows of q, k and v are in the order of these lists.
+    prompt_lens: the tokens of each query's prompt, in a session whose rows after them select what
+    they read (attach.py: kv_policy); in others there are none."""
 
     edits: Sequence[Edit]
     queries: Sequence[Query]
     appends: Sequence[Append]
+    prompt_lens: Sequence[int] = ()
 
 
 def pack_plan(
@@ -207,27 +212,36 @@ def pack_plan(
     parts = [header.packed(), counts]
     parts += [_EDIT.pack(*edit) for edit in plan.edits]
     numbers = [number for item in (*plan.queries, *plan.appends) for number in item]
+    numbers += plan.prompt_lens
     parts.append(struct.pack(f"<{len(numbers)}I", *numbers))
     return b"".join(parts)
 
 
-def read_plan(message: memoryview) -> NodePlan:
-    """Reads the body of a PLAN. Raises WireError if its lengths disagree."""
+def read_plan(message: memoryview, *, selects: bool = False) -> NodePlan:
+    """Reads the body of a PLAN. selects: of a session with a kv_policy. Raises WireError if its
+    lengths disagree."""
     body = message[HEADER_BYTES:]
     if len(body) < _COUNTS.size:
         raise WireError(ErrorCode.FORM, "a plan without counts")
     num_edits, num_queries, num_appends = _COUNTS.unpack_from(body)
     ends = [_COUNTS.size]
-    for count, item in ((num_edits, _EDIT), (num_queries, _QUERY), (num_appends, _APPEND)):
+    num_prompts = num_queries if selects else 0
+    for count, item in (
+        (num_edits, _EDIT),
+        (num_queries, _QUERY),
+        (num_appends, _APPEND),
+        (num_prompts, _PROMPT),
+    ):
         ends.append(ends[-1] + count * item.size)
     if len(body) != ends[-1]:
         raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {ends[-1]}")
-    edits, queries, appends = (body[ends[i] : ends[i + 1]] for i in range(3))
+    edits, queries, appends, prompts = (body[ends[i] : ends[i + 1]] for i in range(4))
     try:
         return NodePlan(
             [Edit(EditKind(kind), *rest) for kind, *rest in _EDIT.iter_unpack(edits)],
             [Query(*item) for item in _QUERY.iter_unpack(queries)],
             [Append(*item) for item in _APPEND.iter_unpack(appends)],
+            [length for (length,) in _PROMPT.iter_unpack(prompts)],
         )
     except ValueError as error:
         raise WireError(ErrorCode.FORM, str(error)) from error

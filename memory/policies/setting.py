@@ -1,14 +1,20 @@
-"""The setting `kv_policy`: NAME:budget=AMOUNT, such as quest:budget=12% or h2o:budget=1024."""
+"""The setting `kv_policy`: NAME:budget=AMOUNT, such as quest:budget=12% or h2o:budget=1024.
+
+A share of a short sequence would be a few tokens, and its answer would fall apart, so a share is at
+least LEAST_TOKENS; `quest:budget=12%,least=32` says another number.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TypedDict
 
 SELECTIONS = ("quest",)
 EVICTIONS = ("window", "h2o", "snapkv", "keyformer", "pyramid")
 POLICIES = (*SELECTIONS, *EVICTIONS)
 OFF = "off"
+LEAST_TOKENS = 128  # of a share
 _EXAMPLE = "such as quest:budget=12% or h2o:budget=1024"
 
 
@@ -17,12 +23,13 @@ class KVPolicy:
     """A policy and its budget. One of tokens and share is None.
 
     tokens: the tokens of a sequence that are read or kept, at least 1. share: their share of the
-    sequence, above 0 and at most 1.
+    sequence, above 0 and at most 1. least: the tokens that a share is at least.
     """
 
     name: str
     tokens: int | None = None
     share: float | None = None
+    least: int = 1
 
     @property
     def evicts(self) -> bool:
@@ -35,11 +42,12 @@ class KVPolicy:
         return f"{self.tokens} tokens" if self.share is None else f"{100 * self.share:g} %"
 
     def budget(self, num_tokens: int) -> int:
-        """Returns how many tokens of a sequence of num_tokens are read or kept, at least 1."""
+        """Returns how many tokens of a sequence of num_tokens are read or kept, at least 1; they
+        may be more than there are."""
         if self.share is None:
             assert self.tokens is not None
             return self.tokens
-        return max(1, math.ceil(num_tokens * self.share))
+        return max(self.least, math.ceil(num_tokens * self.share))
 
 
 def parse_kv_policy(text: object) -> KVPolicy | None:
@@ -56,14 +64,39 @@ def parse_kv_policy(text: object) -> KVPolicy | None:
     if key != "budget":
         raise ValueError(f"needs a budget, {_EXAMPLE}, not {text!r}")
     try:
-        if amount.endswith("%"):
-            share = float(amount[:-1]) / 100
-            if 0 < share <= 1:
-                return KVPolicy(name, share=share)
-        elif int(amount) > 0:
-            return KVPolicy(name, tokens=int(amount))
+        return KVPolicy(name, **parse_budget(amount))
     except ValueError:
-        pass
-    raise ValueError(
-        f"must have a budget of at least one token or above 0% and at most 100%, not {amount!r}"
-    )
+        raise ValueError(
+            "must have a budget of at least one token, or above 0% and at most 100% with perhaps"
+            f" least=TOKENS, not {amount!r}"
+        ) from None
+
+
+class Budget(TypedDict, total=False):
+    """The fields of KVPolicy that a budget sets."""
+
+    tokens: int
+    share: float
+    least: int
+
+
+def parse_budget(text: str) -> Budget:
+    """Parses "1024", "12%" or "12%,least=32". ValueError."""
+    amount, comma, rest = text.partition(",")
+    if not amount.endswith("%"):
+        return {"tokens": _positive(text)}
+    share, least = float(amount[:-1]) / 100, LEAST_TOKENS
+    if not 0 < share <= 1:
+        raise ValueError(text)
+    if comma:
+        key, _, tokens = rest.partition("=")
+        if key != "least":
+            raise ValueError(text)
+        least = _positive(tokens)
+    return {"share": share, "least": least}
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)

@@ -169,7 +169,7 @@ class StepArrays:
             slots = self._host(words, f"slots{i}").reshape(-1, 2)
             slots[num_decodes:] = 0
             items = self._host(words, f"items{i}").reshape(-1, 4)
-            counts[i] = self._fill_items(slots, items, length[:num_decodes], window)
+            counts[i] = self.fill_items(slots, items, length[:num_decodes], window)
         return [x for x, kept in zip(chunks, is_own, strict=True) if not kept]
 
     def upload(self, host: Tensor) -> None:
@@ -224,13 +224,15 @@ class StepArrays:
             tiles[:, 0], tiles[:, 1] = sequence[order], index[order] * rows
             counts[i] = total
 
-    def _fill_items(
+    def fill_items(
         self,
         slots: NDArray[np.int32],
         items: NDArray[np.int32],
         length: Integers,
         window: int | None,
     ) -> int:
+        """Writes the splits of rows that read so many keys, some perhaps none, and where the result
+        of each goes. Returns their number."""
         first = np.zeros_like(length) if window is None else np.maximum(length - window, 0)
         size = self._split_sizes(length - first)
         begin = first // size
@@ -329,23 +331,10 @@ class CudaAttentionLayer:
         tiles = self.tiles
         dtype = q.dtype if lse is None else torch.float32
         out = torch.empty(q.shape, dtype=dtype, device=q.device)
-        index = arrays.window_index(tiles.window)
         if num_decodes_padded:
-            outs, lses = arrays.scratch(tiles.num_heads, tiles.head_dim)
-            decode(
-                q[:num_decodes_padded],
-                tiles,
-                self.base,
-                arrays.starts,
-                arrays.items[index],
-                arrays.num_items[index],
-                outs,
-                lses,
-                arrays.num_programs,
-            )
-            rows = out[:num_decodes_padded]
             of_rows = None if lse is None else lse[:num_decodes_padded]
-            combine(outs, lses, arrays.slots[index], rows, of_rows, sinks=self.sinks)
+            decoded = out[:num_decodes_padded]
+            self._attend_decodes(arrays, q[:num_decodes_padded], decoded, of_rows)
         if has_prefill:
             kind = arrays.tile_index(self.rows_per_tile)
             max_tiles = num_rows_padded // self.rows_per_tile
@@ -368,6 +357,25 @@ class CudaAttentionLayer:
             assert self.library is not None
             self.library.attend(tiles, self.base, prompt, q, out)
         return out
+
+    def _attend_decodes(
+        self, arrays: StepArrays, q: Tensor, out: Tensor, lse: Tensor | None
+    ) -> None:
+        """Computes the decode rows q into out and lse."""
+        tiles, index = self.tiles, arrays.window_index(self.tiles.window)
+        outs, lses = arrays.scratch(tiles.num_heads, tiles.head_dim)
+        decode(
+            q,
+            tiles,
+            self.base,
+            arrays.starts,
+            arrays.items[index],
+            arrays.num_items[index],
+            outs,
+            lses,
+            arrays.num_programs,
+        )
+        combine(outs, lses, arrays.slots[index], out, lse, sinks=self.sinks)
 
 
 def _num_programs(buffer: Tensor) -> int:

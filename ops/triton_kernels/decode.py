@@ -53,7 +53,9 @@ def decode_kernel(
     num_items,
     outs,
     lses,
+    tables,
     scale: tl.float32,
+    TABLE_STRIDE: tl.constexpr,
     CAP: tl.constexpr,
     GQA: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -68,6 +70,9 @@ def decode_kernel(
     COMPUTE: tl.constexpr,
 ):
     """Reads items: [(row, first key, end, slot)] int32; writes fp32 outs: [slots, H, D] and lses.
+
+    TABLE_STRIDE: if it is not 0, keys are those of the tiles in tables: [rows, Hk, TABLE_STRIDE]
+    int32, side by side, and a program reads them from all over the sequence.
 
     Bytes are the bound: every key and value is read once. A stage of 64 keys of 128 int8 dimensions
     is 16 KiB. Two stages in flight in each of three programs on an SM are 96 KiB, while 4.3 TB/s at
@@ -96,10 +101,17 @@ def decode_kernel(
         for key in tl.range(first // 16 * 16, end, BLOCK, num_stages=STAGES):
             present = (key + keys >= first) & (key + keys < end)
             mapped = key + keys // 16 * 16 < end
+            if TABLE_STRIDE > 0:
+                table = tables + (row.to(tl.int64) * KV_HEADS + head) * TABLE_STRIDE
+                numbers = tl.load(table + key // 16 + keys // 16, mask=mapped, other=0)
+                tokens = numbers * 16 + keys % 16
+                block = tile
+            else:
+                tokens = keys
+                block = tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE
             most, total, acc0, acc1 = attend_block(
-                q0, q1, most, total, acc0, acc1,
-                tile + tl.cast(key // 16, tl.int64) * TILE_STRIDE, head, keys, present,
-                mapped, present[None, :], scale, CAP, True,
+                q0, q1, most, total, acc0, acc1, block, head, tokens, present, mapped,
+                present[None, :], scale, CAP, True,
                 TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, PARTS, PART_PAD, TYPE, COMPUTE,
             )  # fmt: skip
         m = tl.arange(0, ROWS)
@@ -172,12 +184,14 @@ def decode(
     outs: Tensor,
     lses: Tensor,
     num_programs: int,
+    tables: Tensor | None = None,
 ) -> None:
     """Computes attention of q: [S, H, D] over each item's keys into the item's slot of outs, lses.
 
-    starts: [S] int64, token number of each row's position 0, a multiple of 16.
+    starts: [S] int64, token number of each row's position 0, a multiple of 16. tables: [rows, Hk,
+    most] int32; then an item's keys are those of the tiles with these numbers, side by side.
     """
-    chosen = config(tiles, q.dtype, architecture(q.device))
+    chosen = config(tiles, q.dtype, architecture(q.device), has_tables=tables is not None)
     decode_kernel[(num_programs,)](
         q,
         row_stride(q),
@@ -188,19 +202,30 @@ def decode(
         num_items,
         outs,
         lses,
+        items if tables is None else tables,
         tiles.scale * LOG2E,
-        **constants(tiles, q.dtype),
+        **constants(tiles, q.dtype, 0 if tables is None else tables.stride(1)),
         **chosen.options(),
     )
 
 
-def constants(tiles: KVTiles, of_q: torch.dtype) -> dict[str, Any]:
-    """Returns the compile-time arguments of decode_kernel that depend on the layer."""
-    return {"GQA": tiles.heads_per_kv, "CAP": tiles.soft_cap * LOG2E} | layer_constants(tiles, of_q)
+def constants(tiles: KVTiles, of_q: torch.dtype, table_stride: int = 0) -> dict[str, Any]:
+    """Returns the compile-time arguments of decode_kernel that depend on the layer. table_stride:
+    between the tables of K/V heads; 0: none."""
+    own = {"GQA": tiles.heads_per_kv, "CAP": tiles.soft_cap * LOG2E, "TABLE_STRIDE": table_stride}
+    return own | layer_constants(tiles, of_q)
 
 
-def config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
-    """Returns blocks of 64 keys; usual heads get registers and stages for 3 programs per SM."""
+def config(tiles: KVTiles, of_q: torch.dtype, arch: int, *, has_tables: bool = False) -> Config:
+    """Returns blocks of 64 keys; usual heads get registers and stages for 3 programs per SM.
+    has_tables: the compiler has to read the numbers of tiles as far ahead as the tiles."""
+    found = _config(tiles, of_q, arch)
+    if has_tables:
+        found.constants["STAGES"] = 2 * found.constants["STAGES"] - 1
+    return found
+
+
+def _config(tiles: KVTiles, of_q: torch.dtype, arch: int) -> Config:
     is_wide = torch.float32 in (tiles.dtype, of_q)
     if tiles.head_dim > 256:
         return Config({"BLOCK": 16 if is_wide or arch == 89 else 32, "STAGES": 2}, 4)

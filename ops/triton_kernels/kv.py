@@ -232,7 +232,7 @@ def append_constants(tiles: KVTiles, half: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _gathered(
+def gathered(
     tile,
     head,
     token,
@@ -284,13 +284,13 @@ def gather_kernel(
     target = (token.to(tl.int64) * KV_HEADS + head) * HEAD_DIM + d
     dtype: tl.constexpr = k.dtype.element_ty
     if is_v == 0:
-        x = _gathered(
+        x = gathered(
             tile, head, token, length, False,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, TYPE, DIM_PAD,
         )  # fmt: skip
         tl.store(k + target, x.to(dtype), mask=mask)
     else:
-        x = _gathered(
+        x = gathered(
             tile, head, token, length, True,
             TILE_STRIDE, KV_HEADS, HEAD_DIM, NUM_GROUPS, TYPE, DIM_PAD,
         )  # fmt: skip

@@ -183,8 +183,11 @@ def load_values(
     dims = part * PART + inner
     if PART != PART_PAD:
         mask = mask & (inner < PART)
-    values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE)
-    values += value_offsets(tokens, dims, IS_V, TILE_STRIDE, HEAD_DIM, TYPE)
+    offsets = value_offsets(tokens, dims, IS_V, TILE_STRIDE, HEAD_DIM, TYPE)
+    if BY_DIM:
+        # The compiler loses sight of this where the numbers of the tiles come from memory.
+        offsets = tl.max_contiguous(tl.multiple_of(offsets, (1, 16)), (1, 16))
+    values = value_pointer(tile, head, IS_V, KV_HEADS, HEAD_DIM, TYPE) + offsets
     if IS_WHOLE and PART == PART_PAD:
         x = tl.load(values)
     else:

@@ -228,6 +228,7 @@ def _limits_of(config: EngineConfig, runtime: Runtime, tokenizer: Tokenizer) -> 
         runtime.spec.embed_size,
         bounded_json=config.bounded_json,
         reasoning=reasoning_end(tokenizer, config),
+        kv_policy=config.policy,
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from memory.policies.setting import KVPolicy
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
@@ -28,7 +29,8 @@ class RequestLimits:
     max_num_waiting: sequences that may wait beside the max_num_seqs running ones. ttft_slo_s:
     requests whose first token is predicted to come later are refused. embedding_size: the most
     dimensions of an embedding, if known. bounded_json: see EngineConfig. reasoning: how the
-    model's reasoning is ended before its time; None if it has none that is marked.
+    model's reasoning is ended before its time; None if it has none that is marked. kv_policy: what
+    the engine reads or keeps of K/V; None: everything.
     """
 
     max_model_len: int
@@ -39,6 +41,7 @@ class RequestLimits:
     embedding_size: int | None = None
     bounded_json: bool = True
     reasoning: ReasoningEnd | None = None
+    kv_policy: KVPolicy | None = None
 
 
 def check_request(request: Request, token_ids: Sequence[int], limits: RequestLimits) -> Request:
@@ -61,7 +64,21 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
         most = params.default_max_tokens
         params = params.changed(max_tokens=room if most is None else min(room, most))
     _check_answers(params, vocab_size)
+    if params.kv_policy is not None:
+        params = _reading_all(params, limits.kv_policy)
     return replace(request, prompt_token_ids=tuple(token_ids), params=params)
+
+
+def _reading_all(params: SamplingParams, policy: KVPolicy | None) -> SamplingParams:
+    """Returns the parameters of a request that asks for all K/V."""
+    if policy is None:
+        return params.changed(kv_policy=None)
+    if policy.evicts:
+        raise RequestError(
+            f"kv_policy cannot be off: the engine drops K/V ({policy.name})", param="kv_policy"
+        )
+    # K/V of other answers differs, so these requests share theirs only with one another.
+    return params.changed(cache_salt=f"{params.cache_salt or ''}.kv_policy=off")
 
 
 def _check_answers(params: SamplingParams, vocab_size: int) -> None:

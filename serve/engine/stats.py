@@ -117,12 +117,14 @@ class EngineStats:
 @dataclass(frozen=True, slots=True)
 class WeightStats:
     """What packed weights have come from peers and gone to them. peers: that pull now. pull_s:
-    seconds of the pull. repeated: chunks that were asked for again. refused: connections without
-    the key, or ended for what the peer sent or did not take."""
+    seconds of the pull. repeated: chunks that were asked for again. shared_bytes: that are in the
+    memory of a peer. refused: connections without the key, or ended for what the peer sent or did
+    not take."""
 
     pulled_bytes: int
     pull_s: float
     repeated: int
+    shared_bytes: int
     served_bytes: int
     peers: int
     refused: int

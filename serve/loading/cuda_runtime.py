@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from memory.attention.cuda import CudaAttention, CudaKVLayout, padded_dim, step_arrays
+from memory.attention.cuda import (
+    CudaAttention,
+    CudaKVLayout,
+    SelectedRows,
+    padded_dim,
+    selected_rows,
+    step_arrays,
+)
 from memory.attention.grouped import group_layers
 from memory.attention.seam import AttentionLayer, Finished, Rotation, Ticket, layers_in
 from memory.kv_manager import KVManager
@@ -23,17 +30,19 @@ from memory.pages.cuda_device import CudaUnavailableError
 from memory.pages.cuda_vmm import CudaMemory, torch_view
 from memory.pages.layer_groups import LayerGroup
 from memory.pages.linux_vmm import LinuxMemory
+from memory.policies.selection import Selection
 from memory.tiers.cuda_copy import CudaCopier
 from memory.tiers.host_tier import HostTier
 from ops.cuda.attention import StepArrays
 from ops.cuda.device_sampler import DeviceSampler
 from ops.cuda.prefill import LibraryPrefill, installed
+from ops.cuda.selection import MAX_TOKENS as MAX_SELECTED_TOKENS
 from ops.kv_tiles import KVTiles
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.cuda_tuning import tune_products
 from serve.loading.disk_store import open_kv_store
-from serve.loading.kv_layouts import state_layout
+from serve.loading.kv_layouts import device_layout, open_selection, selects, state_layout
 from serve.loading.kv_sizing import KVSizes, refuse_chunks, size_kv
 from serve.loading.precision import Precision
 from serve.machine import available_memory
@@ -63,6 +72,7 @@ class CudaParts(NamedTuple):
     memory: CudaMemory | LinuxMemory
     runner: CudaRunner
     secret: bytes | None
+    selection: Selection | None
 
 
 def make_step_device(device: torch.device) -> StepDevice:
@@ -84,6 +94,7 @@ def load_cuda(
     memory that is the model's; the rest is a draft model's. ConfigError names the setting."""
     shapes = StepShapes(config.batched_tokens, config.max_num_seqs, captures=captures)
     found = described_kv(config, spec, precision, model, device, shapes)
+    selection = None if found.selected is None else found.selected.selection
     sampler = DeviceSampler(spec.vocab_size, shapes.max_sampled, config.max_num_seqs, device.device)
     if device.device.type == "cuda":
         sampler.allocate_counts()  # before warm-up, because a new size recompiles kernels
@@ -97,7 +108,16 @@ def load_cuda(
     made = make_kv(config, spec, found, device, free_bytes)
     try:
         attention = made.attention(found, library)
-        runner = CudaRunner(model, made.kv, attention, sampler, device, shapes, memory=made.memory)
+        runner = CudaRunner(
+            model,
+            made.kv,
+            attention,
+            sampler,
+            device,
+            shapes,
+            memory=made.memory,
+            selects=selection is not None,
+        )
         made.settle = runner.settle
         secret = made.use_disk(precision)
         if device.device.type == "cuda":
@@ -105,18 +125,20 @@ def load_cuda(
     except BaseException:
         made.memory.close()
         raise
-    return CudaParts(attention, made.kv, made.memory, runner, secret)
+    return CudaParts(attention, made.kv, made.memory, runner, secret, selection)
 
 
 class DescribedKV(NamedTuple):
     """How a device stores a model's K/V. groups: window and layer numbers of each layout. arrays:
-    the buffers of a step. states: those of other layers, whose group is the last one."""
+    the buffers of a step. states: those of other layers, whose group is the last one. selected:
+    the decode rows that read a part of the K/V."""
 
     max_len: int
     groups: list[tuple[int | None, list[int]]]
     layouts: list[CudaKVLayout]
     arrays: StepArrays
     states: StateLayout | None
+    selected: SelectedRows | None
 
     @property
     def layer_groups(self) -> list[LayerGroup]:
@@ -153,7 +175,8 @@ def described_kv(
         device=device.device,
     )
     layouts = kv_layouts(config, precision, layers, max_len)
-    found = DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays, None)
+    selected = selected_rows(open_selection(config, precision, layers), layouts, arrays)
+    found = DescribedKV(max_len, group_layers(layers, max_len), layouts, arrays, None, selected)
     page_bytes = _unit_bytes(device) or 1
     states = state_layout(config, spec, found.layer_groups, page_bytes=page_bytes, has_drafts=False)
     return found._replace(states=states)
@@ -184,11 +207,12 @@ def kv_layouts(
 ) -> list[CudaKVLayout]:
     """Returns the layout of each layer group. ConfigError if the kernels do not have one."""
     refuse_chunks(layers, max_len, "on a GPU")
-    kind, groups = getattr(torch, precision.kv), group_layers(layers, max_len)
-    try:
-        return [CudaKVLayout(layers_in(layers, ids), kind, config.kv_group) for _, ids in groups]
-    except ValueError as error:
-        raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
+    if selects(config) and max_len > MAX_SELECTED_TOKENS:
+        raise ConfigError(
+            f"kv_policy on a GPU needs a max_model_len of at most {MAX_SELECTED_TOKENS}"
+        )
+    groups = group_layers(layers, max_len)
+    return [device_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
 
 
 def _gathered_bytes(layers: Sequence[AttentionLayer], max_len: int) -> int:
@@ -308,7 +332,9 @@ class DeviceMemory:
         """Returns attention over the K/V, and the states. library: computes long chunks."""
         bases = [self._address + self.kv.group_offset(i) for i in range(len(found.groups))]
         layers_of = [ids for _, ids in found.groups]
-        attention = CudaAttention(found.layouts, layers_of, bases, found.arrays, library)
+        attention = CudaAttention(
+            found.layouts, layers_of, bases, found.arrays, library, found.selected
+        )
         if found.states is None:
             return attention
         from memory.states.cuda import CudaStatefulAttention, CudaStates

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 def kv_layout(
     config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer]
 ) -> Layout:
-    return make_layout(layers, precision.kv, config.kv_group, has_bounds=selects(config))
+    has_bounds = selects(config) and precision.kv in TILED_TYPES
+    return make_layout(layers, precision.kv, config.kv_group, has_bounds=has_bounds)
 
 
 def selects(config: EngineConfig) -> bool:
@@ -52,10 +53,10 @@ def open_selection(
     if selection is None:
         return None
     name = f"kv_policy {selection.policy.name}"
-    if precision.backend != "cpu":
-        raise ConfigError(f"{name} needs the cpu back end, not {precision.backend}")
-    if precision.kv not in TILED_TYPES:
+    if precision.backend == "cpu" and precision.kv not in TILED_TYPES:
         raise ConfigError(f"{name} needs kv_dtype int8 or int4, not {precision.kv}")
+    if precision.backend != "cpu" and config.memory_nodes:
+        raise ConfigError(f"{name} with memory_nodes needs the cpu back end")
     count = sum(map(is_selectable, layers))
     if not count:
         raise ConfigError(
@@ -119,7 +120,9 @@ def device_layout(
     from memory.attention.cuda import CudaKVLayout  # needs Triton
 
     try:
-        return CudaKVLayout(layers, getattr(torch, precision.kv), config.kv_group)
+        return CudaKVLayout(
+            layers, getattr(torch, precision.kv), config.kv_group, has_bounds=selects(config)
+        )
     except ValueError as error:
         raise ConfigError(f"backend cuda: {error}; use the cpu back end") from error
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from memory.attention.grouped import group_layers
-from memory.attention.layouts import make_layout
 from memory.attention.seam import AttentionLayer, PlannedAttention, layers_in
 from memory.attention.tiled import TILED_TYPES
 from memory.kv_beside_states import KVBesideStates
@@ -39,6 +38,7 @@ from ops.backend import Backend
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.engine_share import EngineShare, NodeStates, RecordMemory
+from serve.loading.kv_layouts import kv_layout, open_selection
 from serve.loading.kv_sizing import refuse_chunks
 from serve.loading.node_connection import connect_all, connect_with, node_sizes
 from serve.loading.precision import Precision
@@ -122,6 +122,7 @@ def open_remote_memory(
             setup.wire,
             tail_cache,
             share.staging,
+            open_selection(config, precision, layers),
         )
     except BaseException:
         nodes.close()
@@ -238,6 +239,7 @@ class _RemoteSetup:
             min_pages=1,
             max_rows=self._config.batched_tokens,
             prefix_only=self.partition == "sequence",
+            kv_policy=self._config.policy,
         )
 
     def nodes(self) -> NodeSet:
@@ -311,8 +313,7 @@ def _geometry(
     token_bytes = []
     for _, ids in groups:
         chosen = layers_in(layers, ids)
-        layout = make_layout(chosen, precision.kv, config.kv_group)
-        token_bytes.append(layout.token_bytes)
+        token_bytes.append(kv_layout(config, precision, chosen).token_bytes)
     windows = [window for window, _ in groups]
     return page_geometry(token_bytes, windows, partition, len(config.memory_nodes), node_bytes)
 

@@ -167,7 +167,14 @@ def _load_remote(
         config, precision, spec, layers, backend, local_bytes, share, states
     )
     return Runtime(
-        spec, precision, model, remote.with_states, remote.kv, remote, nodes=remote.nodes
+        spec,
+        precision,
+        model,
+        remote.with_states,
+        remote.kv,
+        remote,
+        nodes=remote.nodes,
+        selection=remote.attention.selection,
     )
 
 
@@ -226,6 +233,7 @@ def _load_cuda(
         parts.memory,
         parts.secret,
         runner=parts.runner,
+        selection=parts.selection,
     )
 
 

@@ -31,7 +31,7 @@ class Batch:
 def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
     """Flattens a plan, all of whose sequences are running and have committed pages. selects:
     whether decoded tokens select what they read."""
-    prompts = [s.num_prompt_tokens for s in plan.sequences] if selects else None
+    prompts = [_num_unselecting(s) for s in plan.sequences] if selects else None
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []
@@ -69,3 +69,9 @@ def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
         attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts),
     )
+
+
+def _num_unselecting(sequence: Sequence) -> int:
+    """Returns how many of a sequence's first rows read everything."""
+    whole = sequence.request.params.kv_policy is not None
+    return sequence.max_tokens_total if whole else sequence.num_prompt_tokens

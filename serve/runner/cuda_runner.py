@@ -103,7 +103,9 @@ class CudaRunner:
         shapes: StepShapes,
         *,
         memory: Closable | None = None,
+        selects: bool = False,
     ) -> None:
+        """memory: what the runner closes. selects: whether decoded tokens select what they read."""
         self._model = model
         self._kv = kv
         self._pool = kv if isinstance(kv, KVManager) else None  # several pools grow no range early
@@ -112,6 +114,7 @@ class CudaRunner:
         self._device = device
         self._shapes = shapes
         self._memory = memory
+        self._selects = selects
         self._block = torch.zeros(
             block_bytes(shapes.max_rows), dtype=torch.uint8, device=device.device
         )
@@ -221,7 +224,7 @@ class CudaRunner:
         fill(slot.rows, plan, shape.rows)
         chunks = self._attention.fill(
             slot.attention,
-            _attention_step(plan),
+            _attention_step(plan, selects=self._selects),
             shape.rows,
             shape.decodes,
             is_captured=shape.is_captured,
@@ -377,10 +380,11 @@ def wait_quietly(event: Event | None) -> None:
             event.wait()
 
 
-def _attention_step(plan: StepPlan) -> AttentionStep:
+def _attention_step(plan: StepPlan, *, selects: bool) -> AttentionStep:
     starts: abc.Sequence[int] = [s.kv_range.start for s in plan.sequences]  # type: ignore[union-attr]
     kv_lens = [
         s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
     ]
-    step = AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens)
+    prompts = [s.num_prompt_tokens for s in plan.sequences] if selects else None
+    step = AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts)
     return single_rows(step) if plan.num_drafted else step

@@ -23,7 +23,7 @@ from serve.weight_peers.wire import (
     pack_header,
     read_header,
 )
-from transport import connect
+from transport import connect, take_shared
 from transport.base import Endpoint, Frame, TransportError, TransportTimeoutError
 from transport.messages import post_bytes, view_of
 
@@ -73,6 +73,11 @@ class WeightLink:
             )
         except (OSError, ValueError, ImportError) as error:  # also a bad address
             raise TransportError(str(error) or type(error).__name__) from error
+
+    def take_shared(self) -> int | None:
+        """Returns the descriptor of the peer's weights, which the caller closes, if the peer shares
+        them."""
+        return None if self._endpoint is None else take_shared(self._endpoint)
 
     def close(self) -> None:
         endpoint, self._endpoint = self._endpoint, None

@@ -9,14 +9,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from torch import Tensor
-
 from serve.errors import ConfigError, ModelLoadError
 from serve.machine import available_memory
 from serve.models.checkpoint import Checkpoint
 from serve.models.packed_cache.identity import shared_identity
-from serve.models.packed_cache.in_memory import PackedBytes
-from serve.models.packed_cache.layout import DamagedCache, Index, Span, read_index, shown
+from serve.models.packed_cache.in_memory import Found, PackedBytes
+from serve.models.packed_cache.layout import (
+    DATA_START,
+    DamagedCache,
+    Index,
+    Span,
+    read_index,
+    shown,
+)
+from serve.models.packed_cache.shared_memory import NotShared
 from serve.models.progress import LoadProgress
 from serve.models.told_checkpoint import (
     Told,
@@ -29,6 +35,7 @@ from serve.models.told_checkpoint import (
 from serve.units import format_memory
 from serve.weight_peers.link import Description, WeightLink
 from serve.weight_peers.pull import Pull, PullFailed
+from serve.weight_peers.same_memory import use_shared
 from serve.weight_peers.server import (
     MAX_PEERS,
     WINDOW_BYTES,
@@ -68,11 +75,13 @@ class PeerSettings:
 
 
 class Pulled(NamedTuple):
-    """What a pull has brought. num_repeated: chunks that were asked for again."""
+    """What a pull has brought. num_repeated: chunks that were asked for again. num_shared: bytes
+    that are the peer's own memory."""
 
     num_bytes: int = 0
     seconds: float = 0.0
     num_repeated: int = 0
+    num_shared: int = 0
 
 
 class WeightPeers:
@@ -129,9 +138,14 @@ class WeightPeers:
             time.sleep(_RETRY_S)
             reasons = self._connect()
 
-    def pull(self, identity: Mapping[str, str]) -> tuple[Index, Tensor] | None:
-        """Returns the index and the data of the packed weights of this identity from peers; None if
-        they can be loaded from files instead. ModelLoadError if they cannot."""
+    @property
+    def wants_shared(self) -> bool:
+        """Whether replicas on this machine may use the memory of this one's weights."""
+        return (self._settings.listen or "").startswith("shm:")
+
+    def pull(self, identity: Mapping[str, str]) -> Found | None:
+        """Returns the packed weights of this identity from peers; None if they can be loaded from
+        files instead. ModelLoadError if they cannot."""
         if not self._settings.urls:
             return None
         reasons = "" if self._links else self._connect()
@@ -155,7 +169,7 @@ class WeightPeers:
         identity: Mapping[str, str],
         links: list[tuple[WeightLink, Description]],
         reasons: str,
-    ) -> tuple[Index, Tensor]:
+    ) -> Found:
         usable: list[tuple[WeightLink, Description]] = []
         for link, described in links:
             reason = self._difference(identity, link, described)
@@ -169,8 +183,37 @@ class WeightPeers:
         if not usable:
             raise PullFailed(reasons)
         index = self._index_of(*usable[0])
+        links_used = [link for link, _ in usable]
+        return self._shared(index, links_used) or self._copied(index, links_used)
+
+    def _shared(self, index: Index, links: list[WeightLink]) -> Found | None:
+        """Returns the memory of a peer on this machine, if one shares it."""
+        for link in links:
+            began_s, fd = time.monotonic(), link.take_shared()
+            if fd is None:
+                continue
+            try:
+                shared = use_shared(fd, index, self._progress.poll)
+            except (NotShared, DamagedCache) as error:
+                logger.warning("weights_from: %s: its memory is not used: %s", link.url, error)
+                continue
+            seconds = time.monotonic() - began_s
+            num_bytes = index.data_end - DATA_START
+            self.pulled = Pulled(num_bytes, seconds, num_shared=num_bytes)
+            logger.info(
+                "packed weights: %s in the memory of %s, compared in %.2f s",
+                *(format_memory(index.data_end), link.url, seconds),
+            )
+            return Found(index, shared.data[: index.data_end], shared)
+        return None
+
+    def _copied(self, index: Index, links: list[WeightLink]) -> Found:
+        end, free_bytes = index.data_end, available_memory()
+        if end > free_bytes:
+            sizes = f"{format_memory(end)}, and {format_memory(free_bytes)} of memory are free"
+            raise PullFailed(f"{links[0].url} has weights of {sizes}")
         began_s = last_s = time.monotonic()
-        pull = Pull(index)
+        pull = Pull(index, self.wants_shared)
 
         def poll() -> None:
             nonlocal last_s
@@ -182,7 +225,7 @@ class WeightPeers:
                 logger.info("weights_from: %s of %s", done, whole)
 
         try:
-            data = pull.run([link for link, _ in usable], poll)
+            data = pull.run(links, poll)
         finally:
             self._progress.end_bytes()
         seconds = time.monotonic() - began_s
@@ -190,19 +233,15 @@ class WeightPeers:
         logger.info(
             "packed weights: %s from %s in %.2f s (%.2f GB/s, %d chunks repeated)",
             format_memory(pull.num_bytes),
-            ", ".join(link.url for link, _ in usable),
+            ", ".join(link.url for link in links),
             seconds,
             pull.num_bytes / 1e9 / seconds,
             pull.num_repeated,
         )
-        return index, data
+        return Found(index, data, pull.share())
 
     def _index_of(self, link: WeightLink, described: Description) -> Index:
-        """Returns the index of a peer's weights, for which there is memory."""
-        end, free_bytes = described.data_end, available_memory()
-        if end > free_bytes:
-            sizes = f"{format_memory(end)}, and {format_memory(free_bytes)} of memory are free"
-            raise PullFailed(f"{link.url} has weights of {sizes}")
+        """Returns the index of a peer's weights."""
         poll = self._progress.poll
         try:
             content = link.fetch(Area.INDEX, described.index_place, poll)
@@ -211,7 +250,7 @@ class WeightPeers:
             link.connect()
             content = link.fetch(Area.INDEX, described.index_place, poll)
         digest = bytes.fromhex(described.index_place[1])
-        return read_index(content, digest, Span(end, len(content)))
+        return read_index(content, digest, Span(described.data_end, len(content)))
 
     def _difference(
         self, identity: Mapping[str, str], link: WeightLink, described: Description
@@ -306,6 +345,7 @@ class WeightPeers:
                 info=info,
                 window_bytes=WINDOW_BYTES,
                 max_peers=MAX_PEERS,
+                shared=offered.packed.shared,
             )
         except (TransportError, OSError, ValueError, ImportError) as error:
             text = str(error)

@@ -18,8 +18,9 @@ from concurrent.futures import ThreadPoolExecutor
 from torch import Tensor
 
 from ops.cpu import native_library
-from serve.models.packed_cache.layout import Index, chunks_of
+from serve.models.packed_cache.layout import Index, Span, chunks_of
 from serve.models.packed_cache.region import huge_pages
+from serve.models.packed_cache.shared_memory import NotShared, SharedMemory, try_arena
 from serve.weight_peers.link import WeightLink
 from serve.weight_peers.urgency import give_way
 from serve.weight_peers.wire import Area, Header, Kind
@@ -33,6 +34,7 @@ _PAUSE_S = 0.25
 _DEPTH = 2  # requests that a peer has, so that it never waits for one
 _WAIT_S = 0.05
 _POPULATE_WRITE = 23  # of madvise, since Linux 5.14
+_madvise = ctypes.CDLL(None).madvise  # lets other threads run
 
 
 class PullFailed(Exception):
@@ -42,8 +44,11 @@ class PullFailed(Exception):
 class Pull:
     """The chunks of one set of packed weights, on their way into new memory."""
 
-    def __init__(self, index: Index) -> None:
-        self.data = huge_pages(index.data_end)
+    def __init__(self, index: Index, is_shared: bool = False) -> None:
+        """is_shared: into memory that others can have, too, if there is such memory."""
+        end = index.data_end
+        self._arena = try_arena(end) if is_shared else None
+        self.data = huge_pages(end) if self._arena is None else self._arena.data[:end]
         self.num_bytes = sum(chunk.num_bytes for chunk in chunks_of(index.data_end))
         self.done_bytes = 0  # with the right checksum
         self.num_repeated = 0  # chunks that were asked for again
@@ -55,6 +60,19 @@ class Pull:
         self._num_peers = 0
         self._reasons: dict[str, str] = {}
         self._is_stopped = False
+
+    def share(self) -> SharedMemory | None:
+        """Returns the memory for others, when all is there; None if there is none."""
+        arena, self._arena = self._arena, None
+        if arena is None:
+            return None
+        try:
+            arena.grow(len(self.data))
+            return arena.seal()
+        except (NotShared, OSError) as error:
+            logger.info("weights_listen: replicas on this machine get copies: %s", error)
+            arena.close()
+            return None
 
     def run(self, links: Sequence[WeightLink], poll: Callable[[], object]) -> Tensor:
         """Returns the data, uint8 by their offsets in a file, when all are there. poll: is called
@@ -103,12 +121,20 @@ class Pull:
         """Has the kernel make the memory ahead of the bytes: that of a guest may have to be fetched
         from its host first, which takes as long as a fast link."""
         give_way()
-        madvise = ctypes.CDLL(None).madvise  # lets other threads run
-        base = self.data.data_ptr()
         for chunk in self._chunks:
-            place, length = ctypes.c_void_p(base + chunk.start), ctypes.c_size_t(chunk.num_bytes)
-            if self._is_over() or madvise(place, length, _POPULATE_WRITE):
+            if self._is_over() or not self._makes(chunk):
                 return
+
+    def _makes(self, chunk: Span) -> bool:
+        """Has the memory of a chunk made, and returns whether there is some."""
+        if self._arena is None:
+            place = ctypes.c_void_p(self.data.data_ptr() + chunk.start)
+            return not _madvise(place, ctypes.c_size_t(chunk.num_bytes), _POPULATE_WRITE)
+        try:
+            self._arena.grow(chunk.start + chunk.num_bytes)
+        except NotShared:
+            return False
+        return True
 
     # ---- a peer's thread
 

@@ -199,3 +199,53 @@ def test_a_thousand_connections_in_turn_leak_nothing(tmp_path):
 def test_a_peers_text_stays_on_one_line_of_the_log():
     text = control.printable("no\n\x1b[2Jroom" + "x" * 300, 20)
     assert text == "no??[2Jroomxxxxxxxxx"
+
+
+class Shared:
+    """Memory with a descriptor."""
+
+    def __init__(self) -> None:
+        self._fd = os.memfd_create("shared")
+        os.write(self._fd, b"content")
+
+    def fileno(self) -> int:
+        return self._fd
+
+
+def test_each_peer_gets_what_a_listener_shares_once(tmp_path):
+    shared = Shared()
+    listener = transport.listen(f"shm://{tmp_path}/s", key=KEY, shared=shared)
+    ends = []
+    for _ in range(2):
+        ours = transport.connect(listener.url, key=KEY)
+        theirs = listener.accept(PATIENCE_S)
+        fd = transport.take_shared(ours)
+        assert os.pread(fd, 9, 0) == b"content" and os.path.sameopenfile(fd, shared.fileno())
+        os.close(fd)
+        assert transport.take_shared(ours) is None and transport.take_shared(theirs) is None
+        ends += [ours, theirs]
+    for end in ends:
+        end.close()
+    listener.close()
+    assert os.pread(shared.fileno(), 9, 0) == b"content"  # it is its owner's to close
+    os.close(shared.fileno())
+
+
+def test_one_that_connects_shares_nothing(tmp_path):
+    """A listener keeps no descriptors of those that connect."""
+    listener = listen_at(f"shm://{tmp_path}/s")
+    session = authenticated(listener.url)
+    control.exchange_hellos(session, control.hello("shm", {}, WINDOW_BYTES))
+    fds = [_windows.create_window_fd(WINDOW_BYTES), os.memfd_create("more")]
+    inodes = [os.fstat(fd).st_ino for fd in fds]
+    socket.send_fds(session.sock, [b"w"], fds)
+    for fd in fds:
+        os.close(fd)
+    assert all_from(session.sock) == b"w"
+    session.sock.close()
+    wait_for_refusals(listener, 1)
+    gc.collect()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            assert os.stat(f"/proc/self/fd/{fd}").st_ino not in inodes
+    listener.close()

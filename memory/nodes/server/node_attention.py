@@ -27,6 +27,7 @@ from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.attention.tiled import TiledKVLayout, TiledLocalAttention, append, tiled_ops
 from memory.nodes.wire import Append, Query
 from memory.pages.layer_groups import READ_BLOCK
+from memory.policies.selection import Selection
 from ops.backend import Backend, KeyValues
 from ops.cpu.native_tiled_attention import TiledAttentionStep
 
@@ -56,14 +57,27 @@ class NodeAttention(Protocol):
 class TiledNodeAttention:
     """NodeAttention over K/V in tiles."""
 
-    def __init__(self, layout: TiledKVLayout, address: int, range_bytes: int) -> None:
-        """The first range begins at `address`; ranges are range_bytes apart."""
+    def __init__(
+        self,
+        layout: TiledKVLayout,
+        address: int,
+        range_bytes: int,
+        selection: Selection | None = None,
+    ) -> None:
+        """The first range begins at `address`; ranges are range_bytes apart. selection: what rows
+        of answers read in layers with bounds."""
         self._layout = layout
         self._address = address
         self._range_bytes = range_bytes
         self._ops = tiled_ops(layout)
         self.range_tokens = range_bytes // layout.token_bytes
-        self.local: PlannedAttention = TiledLocalAttention(layout, address, is_eager=True)
+        selects = layout.has_bounds
+        self.local: PlannedAttention = TiledLocalAttention(
+            layout,
+            address,
+            is_eager=not selects,  # what is selected is read in one call, with the row's own key
+            selection=selection if selects else None,
+        )
         self.partial: PartialAttention = TiledPartialAttention(layout, address, is_eager=True)
 
     def _step(

@@ -84,6 +84,7 @@ class NodeSession:
         assert memory.page_bytes == layout.page_bytes, f"{memory.page_bytes=}"
         self._memory = memory
         self._slots = PageSlots(layout, request.num_pages)
+        self._selection = request.selection
         address = memory.reserve(layout.total_bytes)
         self._groups = [self._group(i, address, backend) for i in range(len(layout.groups))]
         self._layer_index = {
@@ -106,7 +107,7 @@ class NodeSession:
         start, end = self.layout.group_offsets[number : number + 2]
         range_bytes = self.layout.range_bytes(number)
         if isinstance(layout, TiledKVLayout):
-            return TiledNodeAttention(layout, address + start, range_bytes)
+            return TiledNodeAttention(layout, address + start, range_bytes, self._selection)
         return PlainNodeAttention(layout, address + start, range_bytes, end - start, backend)
 
     def close(self) -> None:
@@ -131,7 +132,7 @@ class NodeSession:
         if header.plan <= self._last_plan:
             raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
         self._last_plan = header.plan
-        plan = read_plan(message)
+        plan = read_plan(message, selects=self._selection is not None)
         self._check_counts(plan)
         num_query_rows = self._num_rows(plan.queries)
         num_append_rows = self._num_rows(plan.appends)
@@ -146,7 +147,7 @@ class NodeSession:
         while self._plans and (len(self._plans) >= _MAX_PLANS or num_live + num_views > _MAX_VIEWS):
             num_live -= self._plans.popitem(last=False)[1].num_views
         self._plans[header.plan] = _Plan(
-            [self._plan_queries(g, plan.queries) if plan.queries else None for g in self._groups],
+            [self._plan_queries(g, plan) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
             num_query_rows,
             self._num_own_rows(plan.queries),
@@ -154,7 +155,8 @@ class NodeSession:
             num_views,
         )
 
-    def _plan_queries(self, group: NodeAttention, queries: Sequence[Query]) -> object:
+    def _plan_queries(self, group: NodeAttention, plan: NodePlan) -> object:
+        queries = plan.queries
         if self.request.prefix_only:
             return group.plan_queries(queries)
         if self.request.by_segment:
@@ -164,6 +166,7 @@ class NodeSession:
             [item.range * group.range_tokens for item in queries],
             [item.num_rows for item in queries],
             [item.num_keys for item in queries],
+            plan.prompt_lens if self._selection is not None else None,
         )
         return group.local.plan(step)
 

@@ -241,6 +241,8 @@ ELSEWHERE = (
                lambda r: _of_weights(r, "pulled_bytes")),
     MetricSpec("gauge", "weights_repeated_chunks", "Chunks of them that came wrong, late or short.",
                lambda r: _of_weights(r, "repeated")),
+    MetricSpec("gauge", "weights_shared_bytes", "Bytes of weights in the memory of a peer.",
+               lambda r: _of_weights(r, "shared_bytes")),
     MetricSpec("gauge", "weights_peers", "Replicas that pull weights now.",
                lambda r: _of_weights(r, "peers")),
     MetricSpec("counter", "weights_served_bytes", "Bytes of weights given to other replicas.",

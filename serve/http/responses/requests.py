@@ -170,7 +170,9 @@ _REASONING = Record(
     }
 )
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty")
-_MORE_SAMPLING = ("frequency_penalty", "seed", "stop", "logit_bias", "cache_salt", "priority")
+_MORE_SAMPLING = (
+    *("frequency_penalty", "seed", "stop", "logit_bias", "cache_salt", "kv_policy", "priority"),
+)
 # The fields that form the prompt, whose tokens input_tokens counts.
 _PROMPT_FIELDS: dict[str, FieldType] = {
     "model": MODEL,

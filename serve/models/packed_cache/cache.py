@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from torch import Tensor
 
@@ -19,14 +19,17 @@ from serve.models.checkpoint import Checkpoint
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed_cache import folder as folders
 from serve.models.packed_cache.identity import Identity, identity_of, shared_identity
-from serve.models.packed_cache.in_memory import PackedBytes
-from serve.models.packed_cache.layout import PAGE, DamagedCache, Index, read_header, read_index
+from serve.models.packed_cache.in_memory import Found, PackedBytes
+from serve.models.packed_cache.layout import PAGE, DamagedCache, read_header, read_index
 from serve.models.packed_cache.region import open_region
 from serve.models.packed_cache.sources import KeptTensors, NotedTensors
 from serve.models.packed_cache.writer import Contents, Made, write_file
 from serve.models.tensors import TensorSource
 from serve.regular_file import open_trusted
 from serve.units import format_memory
+
+if TYPE_CHECKING:
+    from serve.models.packed_cache.shared_memory import SharedMemory
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +45,11 @@ class Peers(Protocol):
     """Replicas that have the same packed weights in memory, or want them. identity: what they have
     in common, by name."""
 
-    def pull(self, identity: Mapping[str, str]) -> tuple[Index, Tensor] | None:
+    @property
+    def wants_shared(self) -> bool:
+        """Whether others can use memory of this process, so that the weights belong there."""
+
+    def pull(self, identity: Mapping[str, str]) -> Found | None:
         """Returns the weights of a peer; None if they are to be loaded from the checkpoint."""
 
     def offer(
@@ -87,10 +94,10 @@ class PackedCache:
             assert identity is not None
             file = folder / identity.file_name
             try:
-                found = _open(file, identity)
+                found = _open(file, identity, self._wants_shared())
                 if found is not None:
                     self._note(checkpoint, file)
-                    result = build(KeptTensors(loaded, found[1], found[0].entries))
+                    result = build(KeptTensors(loaded, found.data, found.index.entries))
                     self._offer(checkpoint, settings, found)
                     return result
             except (DamagedCache, OSError) as error:
@@ -101,21 +108,20 @@ class PackedCache:
         pulled = self._pull(checkpoint, settings)
         if pulled is not None:
             try:
-                result = build(KeptTensors(loaded, pulled[1], pulled[0].entries))
+                result = build(KeptTensors(loaded, pulled.data, pulled.index.entries))
                 self._offer(checkpoint, settings, pulled)
                 return result
             except DamagedCache as error:  # then a checkpoint without files raises its own error
                 logger.warning("packed weights: those of a peer are not used: %s", error)
         if identity is None and self.peers is None:
             return build(loaded)
-        noted = NotedTensors(loaded)
-        result = build(noted)
-        if not noted.is_whole:
+        result, made, shared = self._load(checkpoint, loaded, build)
+        if made is None:
             return result
         if self.peers is not None:
-            self._offer(checkpoint, settings, Contents(noted.made))
+            self._offer(checkpoint, settings, Contents(made), shared)
         if identity is not None:
-            arguments = checkpoint, candidates, identity, noted.made
+            arguments = checkpoint, candidates, identity, made
             self.writer = threading.Thread(
                 target=self._keep, args=arguments, name=_WRITER_NAME, daemon=True
             )
@@ -131,17 +137,40 @@ class PackedCache:
                 logger.warning("packed weights are not kept: %s", reason(error))
             return None
 
-    def _pull(self, checkpoint: Checkpoint, settings: str) -> tuple[Index, Tensor] | None:
+    def _load(
+        self, checkpoint: Checkpoint, loaded: LoadedTensors, build: Callable[[TensorSource], T]
+    ) -> tuple[T, list[Made] | None, SharedMemory | None]:
+        """Returns what `build` makes, what a file of it has (None: no file can replace loading),
+        and the memory of all of that if other processes can have it."""
+        if not self._wants_shared():
+            noted = NotedTensors(loaded)
+            result = build(noted)
+            return result, noted.made if noted.is_whole else None, None
+        from serve.models.packed_cache.moved import MovedTensors  # only such replicas need it
+
+        num_bytes = sum(entry.end - entry.start for entry in checkpoint.entries.values())
+        moved = MovedTensors(loaded, num_bytes)
+        result, shared = build(moved), moved.shared()
+        return (result, moved.made, shared) if moved.is_whole else (result, None, None)
+
+    def _wants_shared(self) -> bool:
+        return self.peers is not None and self.peers.wants_shared
+
+    def _pull(self, checkpoint: Checkpoint, settings: str) -> Found | None:
         if self.peers is None:
             return None
         return self.peers.pull(shared_identity(checkpoint.path, self.settings, settings))
 
     def _offer(
-        self, checkpoint: Checkpoint, settings: str, source: Contents | tuple[Index, Tensor]
+        self,
+        checkpoint: Checkpoint,
+        settings: str,
+        source: Contents | Found,
+        shared: SharedMemory | None = None,
     ) -> None:
         if self.peers is not None:
             identity = shared_identity(checkpoint.path, self.settings, settings)
-            self.peers.offer(identity, checkpoint, PackedBytes(source))
+            self.peers.offer(identity, checkpoint, PackedBytes(source, shared))
 
     def _note(self, checkpoint: Checkpoint, file: Path) -> None:
         """Notes the file for the directory and, since a GGUF file is one, for the weights."""
@@ -189,9 +218,9 @@ class PackedCache:
             self._note(checkpoint, path)
 
 
-def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
-    """Returns the index and the data of a file, None if there is none to use. DamagedCache,
-    OSError."""
+def _open(file: Path, identity: Identity, is_shared: bool) -> Found | None:
+    """Returns the weights of a file, None if there is none to use. is_shared: with the memory that
+    others can have. DamagedCache, OSError."""
     fd = open_trusted(file)
     if fd is None:
         return None
@@ -201,6 +230,7 @@ def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
         index = read_index(os.pread(fd, place.num_bytes, place.start), digest, place)
         data, is_mapped = open_region(fd, index)
         folders.mark_used(fd)
+        shared = _shared(fd, data) if is_shared and is_mapped else None
     finally:
         os.close(fd)
     logger.info(
@@ -210,7 +240,13 @@ def _open(file: Path, identity: Identity) -> tuple[Index, Tensor] | None:
         file,
         time.monotonic() - began,
     )
-    return index, data
+    return Found(index, data, shared)
+
+
+def _shared(fd: int, data: Tensor) -> SharedMemory:
+    from serve.models.packed_cache.shared_memory import SharedMemory  # only such replicas need it
+
+    return SharedMemory(os.dup(fd), data)
 
 
 def wait_until_kept() -> None:

@@ -10,6 +10,8 @@ import bisect
 import ctypes
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -17,22 +19,37 @@ from ops.cpu.native_stored import Buffer
 from serve.models.packed_cache.layout import DATA_START, Index
 from serve.models.packed_cache.writer import Contents
 
+if TYPE_CHECKING:
+    from serve.models.packed_cache.shared_memory import SharedMemory
+
 _ZEROS = ctypes.create_string_buffer(4096)  # what lies between pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Packed weights of a file or a peer. data: uint8 by their offsets in a file. shared: the
+    memory that they are, if other processes can have it, too."""
+
+    index: Index
+    data: Tensor
+    shared: SharedMemory | None = None
 
 
 class PackedBytes:
     """The data of a file, which stay as they are; the object keeps them alive. is_complete: whether
-    loading needs nothing else of the checkpoint. data_end: the end of the data."""
+    loading needs nothing else of the checkpoint. data_end: the end of the data. shared: as of
+    Found."""
 
-    def __init__(self, source: Contents | tuple[Index, Tensor]) -> None:
+    def __init__(self, source: Contents | Found, shared: SharedMemory | None = None) -> None:
         self._source = source
+        self.shared = shared
         self._lock = threading.Lock()
         if isinstance(source, Contents):
             self._index: Index | None = None
             entries, self.data_end = source.entries, source.data_end
             self._pieces = source.pieces
         else:
-            self._index, data = source
+            self._index, data, self.shared = source.index, source.data, source.shared
             entries, self.data_end = self._index.entries, self._index.data_end
             address = data.data_ptr() + DATA_START
             self._pieces = [(DATA_START, Buffer(address, self.data_end - DATA_START))]

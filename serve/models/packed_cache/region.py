@@ -32,8 +32,8 @@ from serve.models.packed_cache.layout import (
 )
 from serve.read_ahead import read_ahead
 
-_MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
-_HUGE = 2 << 20
+MAP_NORESERVE = 0x4000  # Linux; Python names it since 3.13
+HUGE = 2 << 20  # bytes of a huge page
 _NUM_PROBED = 1  # chunks
 _LEAST_HUGE = 0.9  # of a mapping's bytes
 _MIN_READERS = 4  # threads, so that a disk has several requests at once
@@ -94,10 +94,10 @@ def _read(fd: int, data: Tensor, chunk: Span, checksum: int) -> None:
 
 def huge_pages(num_bytes: int) -> Tensor:
     """Returns new memory that begins a huge page."""
-    memory = mmap.mmap(-1, num_bytes + _HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory = mmap.mmap(-1, num_bytes + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     _ask_for_huge_pages(memory)
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    skipped = -whole.data_ptr() % _HUGE
+    skipped = -whole.data_ptr() % HUGE
     return whole[skipped : skipped + num_bytes]
 
 
@@ -114,7 +114,7 @@ class _Mapping:
         memory = mmap.mmap(
             fd,
             num_bytes,
-            flags=mmap.MAP_PRIVATE | _MAP_NORESERVE,
+            flags=mmap.MAP_PRIVATE | MAP_NORESERVE,
             prot=mmap.PROT_READ | mmap.PROT_WRITE,
         )
         _ask_for_huge_pages(memory)
@@ -122,22 +122,24 @@ class _Mapping:
 
     def is_huge(self, end: int) -> bool:
         """Returns whether nearly all data up to `end`, which were read, are on huge pages."""
-        wanted = (end - DATA_START) // _HUGE * _HUGE
-        return 0 < _LEAST_HUGE * wanted <= _huge_bytes(self.data.data_ptr())
+        wanted = (end - DATA_START) // HUGE * HUGE
+        return 0 < _LEAST_HUGE * wanted <= huge_bytes(self.data.data_ptr())
 
 
-def _huge_bytes(address: int) -> int:
-    """Returns the bytes of huge pages of the mapping at `address`; 0 if the system does not say."""
+def huge_bytes(address: int) -> int:
+    """Returns the bytes of huge pages of the mapping at `address`, which is of a file or of a
+    memfd; 0 if the system does not say."""
+    found = 0
     try:
         with open("/proc/self/smaps") as lines:
             for line in lines:
                 if line.startswith(f"{address:x}-"):
                     break
             for line in lines:
-                if line.startswith("FilePmdMapped:"):
-                    return int(line.split()[1]) << 10
+                if line.startswith(("FilePmdMapped:", "ShmemPmdMapped:")):
+                    found += int(line.split()[1]) << 10
                 if line.startswith("VmFlags:"):
                     break
     except (OSError, ValueError):
         pass
-    return 0
+    return found

@@ -92,7 +92,7 @@ def test_everything_as_the_budget_has_the_bits_of_full_attention(
 @pytest.mark.parametrize("name", NAMES)
 def test_what_is_dropped_or_not_read_is_as_if_masked(name, network, reference, prompt, tokens):
     """The rows of a continuation against one pass over the whole text with the same masks."""
-    going = reference.start(prompt, f"{name}:budget=20%")
+    going = reference.start(prompt, f"{name}:budget=20%,least=1")
     seen = causal(tokens)
     found = []
     read = type(going._policy).read
@@ -195,7 +195,8 @@ def test_quest_reads_the_pages_with_the_largest_bounds(prompt):
 
 
 def test_a_budget_is_a_number_or_a_share_rounded_up():
-    assert [Budget.parse("12%").of(count) for count in (1, 100, 101)] == [1, 12, 13]
+    assert [Budget.parse("12%,least=2").of(count) for count in (1, 100, 101)] == [2, 12, 13]
+    assert [Budget.parse("12%").of(count) for count in (1, 101, 2000)] == [128, 128, 240]
     assert Budget.parse("64").of(1000) == 64
 
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import HEADER_BYTES, EditKind, Header, Kind
+from memory.policies.setting import KVPolicy
 from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
 
 MAP, UNMAP, COPY, RELEASE = EditKind
@@ -21,11 +23,14 @@ class Fuzzer:
 
     def __init__(self, seed, node, kv_dtype):
         self.rng = random.Random(seed)
+        prefix_only = self.rng.random() < 0.5
+        self.selects = kv_dtype in TILED_TYPES and not prefix_only and self.rng.random() < 0.5
         request = replace(
             REQUEST,
             engine=f"fuzz {seed} {kv_dtype}",
             kv_dtype=kv_dtype,
-            prefix_only=self.rng.random() < 0.5,
+            prefix_only=prefix_only,
+            kv_policy=KVPolicy("quest", share=0.25) if self.selects else None,
         )
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
@@ -72,7 +77,10 @@ class Fuzzer:
             rows = 1 + self.number(20, 64)
             appends.append((self.number(3, 3), rows, self.number(100, 256)))
         appends = self.mostly_once(appends)
-        number = self.engine.plan(edits, queries, appends)
+        lengths = [self.number(256, 256) for _ in queries] if self.selects else []
+        if rng.random() < 0.005:
+            lengths.append(3)
+        number = self.engine.plan(edits, queries, appends, prompt_lens=lengths)
         self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
 
     def mostly_once(self, items):

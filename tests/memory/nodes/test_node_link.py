@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from memory.nodes.node_health import MAX_STALLED_S, NodeHealth
 from memory.nodes.node_link import NodeError, NodeLink
 from memory.nodes.placement import Shard
 from memory.nodes.wire import ErrorCode, Header, Kind, NodePlan, WireType, pack_json, read_header
+from memory.policies.setting import KVPolicy
 from tests.support.engine.raw_engine import REQUEST
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 from transport.base import PeerLostError, TransportError, TransportTimeoutError
@@ -41,6 +43,10 @@ class Script:
 
 def attached(num_pages=40, epoch=1, kind=Kind.ATTACHED) -> bytes:
     return pack_json(kind, epoch, {"num_pages": num_pages, "num_mappings": 300})
+
+
+def refusing() -> bytes:
+    return pack_json(Kind.ERROR, 1, {"code": ErrorCode.SHAPE, "text": "kv_policy is none"})
 
 
 def partial(plan, layer=0, epoch=1, kind=Kind.PARTIAL) -> bytes:
@@ -93,6 +99,23 @@ def test_pages_that_are_granted(num_pages):
 def test_an_invalid_grant_is_an_error(message, match):
     with pytest.raises(NodeError, match=match):
         Script(message).attach()
+
+
+@pytest.mark.parametrize(
+    ("answer", "match"),
+    [
+        (attached(), "does not know kv_policy quest: it is of an earlier version"),
+        (refusing(), "SHAPE: kv_policy is none"),
+    ],
+)
+def test_a_node_that_cannot_select_is_refused(answer, match):
+    """One of an earlier version ignores what it does not know, and would read everything."""
+    script = Script(answer)
+    request = replace(
+        REQUEST, kv_dtype="int8", prefix_only=False, kv_policy=KVPolicy("quest", share=0.12)
+    )
+    with pytest.raises(NodeError, match=match):
+        script.link.attach(request, 0.0)
 
 
 def test_a_silent_node_times_out():

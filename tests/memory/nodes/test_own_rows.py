@@ -14,6 +14,7 @@ from memory.attention.layouts import local_attention, make_layout
 from memory.attention.seam import AttentionStep
 from memory.attention.tiled import TILED_TYPES
 from memory.nodes.wire import ErrorCode, WireFormat, WireType
+from memory.policies.selection import selection_of
 from ops import get_backend
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import NUM_RANGES, RemoteRig, layers_of
@@ -26,21 +27,26 @@ MAX_LEN = 1024
 class Local:
     """Local attention over ranges of MAX_LEN tokens."""
 
-    def __init__(self, layers, kv_dtype):
-        layout = make_layout(layers, kv_dtype, 64)
+    def __init__(self, layers, kv_dtype, kv_policy=None):
+        self.selection = selection_of(kv_policy)
+        layout = make_layout(layers, kv_dtype, 64, has_bounds=self.selection is not None)
         size = NUM_RANGES * MAX_LEN * layout.token_bytes
         self._memory = ctypes.create_string_buffer(size + 64)
         address = ctypes.addressof(self._memory)
         address += -address % 64
-        self._attention = local_attention(layout, address, size, get_backend("cpu"))
+        self._attention = local_attention(
+            layout, address, size, get_backend("cpu"), selection=self.selection
+        )
 
-    def step(self, rows, inputs):
-        """rows: (number of the range, number of rows, tokens after them)."""
+    def step(self, rows, inputs, prompt_lens=None):
+        """rows: (number of the range, number of rows, tokens after them). prompt_lens: as in
+        AttentionStep."""
         step = AttentionStep(
             sum(n == 1 for _, n, _ in rows),
             [index * MAX_LEN for index, _, _ in rows],
             [n for _, n, _ in rows],
             [length for _, _, length in rows],
+            prompt_lens,
         )
         plan = self._attention.plan(step)
         return [

@@ -24,7 +24,7 @@ def test_policies_that_evict_select_nothing() -> None:
 
 
 def test_rows_after_the_prompt_select_and_are_counted() -> None:
-    quest = selection("quest:budget=10%")
+    quest = selection("quest:budget=10%,least=1")
     counts, budgets = quest.plan(
         [1, 4, 30, 1, 3], [900, 64, 40, 10, 161], [800, 62, 40, 10, 20], 16
     )

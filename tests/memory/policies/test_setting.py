@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from memory.policies.setting import LEAST_TOKENS as LEAST
 from memory.policies.setting import POLICIES, KVPolicy, parse_kv_policy
 
 
@@ -11,13 +12,21 @@ def test_policies_have_a_budget_in_tokens_or_as_a_share() -> None:
     assert parse_kv_policy("off") is None
     for name in POLICIES:
         assert parse_kv_policy(f"{name}:budget=512") == KVPolicy(name, tokens=512)
-        assert parse_kv_policy(f"{name}:budget=12.5%") == KVPolicy(name, share=0.125)
+        assert parse_kv_policy(f"{name}:budget=12.5%") == KVPolicy(name, share=0.125, least=LEAST)
+        text = f"{name}:budget=12.5%,least=3"
+        assert parse_kv_policy(text) == KVPolicy(name, share=0.125, least=3)
 
 
 def test_a_share_of_a_sequence_is_rounded_up() -> None:
     policy = KVPolicy("h2o", share=0.12)
     assert [policy.budget(n) for n in (1, 100, 101)] == [1, 12, 13]
     assert KVPolicy("h2o", tokens=64).budget(1000) == 64
+
+
+def test_a_share_of_a_short_sequence_is_a_number_of_tokens() -> None:
+    policy = parse_kv_policy("quest:budget=12%")
+    assert policy is not None
+    assert [policy.budget(n) for n in (1, 1000, 2000)] == [LEAST, LEAST, 240]
 
 
 @pytest.mark.parametrize(
@@ -37,6 +46,11 @@ def test_a_share_of_a_sequence_is_rounded_up() -> None:
         ("quest:budget=nan%", "'nan%'"),
         ("quest:budget=1.5", "'1.5'"),
         ("quest:budget=1,x=2", "'1,x=2'"),
+        ("quest:budget=1,least=2", "'1,least=2'"),
+        ("quest:budget=1%,", "'1%,'"),
+        ("quest:budget=1%,most=2", "'1%,most=2'"),
+        ("quest:budget=1%,least=0", "'1%,least=0'"),
+        ("quest:budget=1%,least=all", "'1%,least=all'"),
     ],
 )
 def test_anything_else_is_refused(text: object, wrong: str) -> None:

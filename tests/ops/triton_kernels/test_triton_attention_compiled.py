@@ -69,7 +69,8 @@ def decode_case(name: str, tiles: KVTiles, of_q: torch.dtype, arch: int) -> Case
         f"decode_{name}_{arch}",
         decode.decode_kernel,
         common_arguments(of_q)
-        | {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"},
+        | {"items": "*i32", "num_items": "*i32", "outs": "*fp32", "lses": "*fp32"}
+        | {"tables": "*i32"},
         decode.constants(tiles, of_q) | config.constants,
         config.num_warps,
         max_registers=config.max_registers,

@@ -81,7 +81,7 @@ def alone(policy, **settings):
 )
 def test_answers_are_those_of_a_reference(policy, amount):
     """In floats, where the reference is exact. Prompts are cut into chunks."""
-    setting = f"{policy}:budget={amount}"
+    setting = f"{policy}:budget={amount}" + (",least=1" if amount.endswith("%") else "")
     share = float(amount[:-1]) / 100 if amount.endswith("%") else None
 
     def budget(n):
@@ -177,7 +177,7 @@ def test_outputs_of_one_request_share_pages_and_write_to_their_own(policy):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_preempted_sequences_get_the_same_tokens(policy):
-    setting = f"{policy}:budget=50%"
+    setting = f"{policy}:budget=50%,least=1"
     asked = prompts(60, 50, 64, 40, 55, 62, seed=4)
     with engine(setting) as llm:
         expected = generate(llm, asked, greedy(150))

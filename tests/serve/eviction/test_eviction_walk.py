@@ -24,7 +24,12 @@ from tests.serve.scheduler.test_scheduler_walk import Walk
 from tests.support.engine.fakes import make_kv, make_seq
 
 MAX_LEN = 256
-SETTINGS = ("window:budget=12", "h2o:budget=40%", "snapkv:budget=25%", "pyramid:budget=16")
+SETTINGS = (
+    "window:budget=12",
+    "h2o:budget=40%,least=1",
+    "snapkv:budget=25%,least=1",
+    "pyramid:budget=16",
+)
 
 
 @dataclasses.dataclass

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from serve.errors import ModelLoadError, RequestError
-from serve.text import tokenizer_check, tokenizer_file
+from serve.text import tokenizer_check, tokenizer_file, tokenizer_worker
 from serve.text.tokenizer import Tokenizer
 from serve.text.tokenizer_check import TextLimits
+from serve.text.tokenizer_file import Refused
 from tests.support.engine import tokenizer_pipelines as make
 from tests.support.engine.checkpoints import Json
 from tests.support.engine.tokenizer_files import write_config
@@ -188,6 +189,26 @@ def test_long_words_of_a_word_piece_model(tmp_path: Path) -> None:
     state["model"]["max_input_chars_per_word"] = 1_000_000_000
     with pytest.raises(ModelLoadError, match="max_input_chars_per_word above 1000"):
         Tokenizer.load(write(tmp_path / "model", state))
+
+
+@pytest.mark.parametrize("num_disturbed", [1, 4, 99])
+def test_a_busy_machine_does_not_make_a_tokenizer_slow(
+    num_disturbed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a time that stays long refuses a file."""
+    measured: list[int] = []
+
+    def seconds(encode: object, text: str, limit_s: float) -> float:
+        longer = len(text) >= 4 * 1024  # of a run that took a millisecond
+        measured.extend([len(text)] if longer else [])
+        return len(text) * 1e-6 * (50 if longer and len(measured) <= num_disturbed else 1)
+
+    monkeypatch.setattr(tokenizer_worker, "_seconds", seconds)
+    if num_disturbed == 99:
+        with pytest.raises(Refused, match="cube"):
+            tokenizer_worker._square_seconds(len, "a", "")
+    else:
+        assert tokenizer_worker._square_seconds(len, "a", "") == 0.0
 
 
 @pytest.mark.row("X7")

@@ -23,8 +23,9 @@ class Tiles:
 
     def __init__(
         self, heads, kv_heads, dim, dtype, group=None, window=None, lens=(), kv=None, *,
-        soft_cap=0.0, sinks=None,
+        soft_cap=0.0, sinks=None, room=0,
     ):  # fmt: skip
+        """room: bytes of a tile behind the layer's part."""
         size = layer_bytes(kv_heads, dim, dtype, group)
         self.layer = KVTiles(
             heads,
@@ -34,7 +35,7 @@ class Tiles:
             window,
             dtype,
             group,
-            2 * size + 48,
+            2 * size + 48 + room,
             size + 16,
             soft_cap,
         )  # fmt: skip

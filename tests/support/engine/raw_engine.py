@@ -112,7 +112,9 @@ class RawEngine:
         assert isinstance(num_pages, int)
         return num_pages
 
-    def plan(self, edits=(), queries=(), appends=(), number=None, epoch=None) -> int:
+    def plan(
+        self, edits=(), queries=(), appends=(), number=None, epoch=None, prompt_lens=()
+    ) -> int:
         """Sends a plan, given as tuples of integers with the EditKind first in edits. Returns
         its number."""
         self.num_plans += 1
@@ -121,6 +123,7 @@ class RawEngine:
             [Edit(*edit) for edit in edits],
             [Query(*query) for query in queries],
             [Append(*append) for append in appends],
+            list(prompt_lens),
         )
         self.send(pack_plan(self.request.epoch if epoch is None else epoch, number, plan))
         return number

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from serve.models.packed_cache.in_memory import PackedBytes
+from serve.models.packed_cache.in_memory import Found, PackedBytes
 from serve.models.packed_cache.layout import CHUNK_BYTES, DATA_START, Index
 from serve.weight_peers.link import WeightLink
 from serve.weight_peers.pull import Pull
@@ -24,7 +24,9 @@ def serving(
     url: str, index: Index, data: torch.Tensor, rate: int | None = None
 ) -> Iterator[WeightServer]:
     listener = listen(url, key=KEY, window_bytes=WINDOW_BYTES)
-    server = WeightServer(listener, OfferedWeights(PackedBytes((index, data)), "x", b"{}"), rate)
+    server = WeightServer(
+        listener, OfferedWeights(PackedBytes(Found(index, data)), "x", b"{}"), rate
+    )
     try:
         yield server
     finally:

@@ -68,6 +68,7 @@ class RemoteRig:
         capacity_bytes=16 * MIB,
         nodes=None,
         lanes=None,
+        kv_policy=None,
     ):
         """Each node has capacity_bytes, the prompt tail cache tail_bytes. nodes: other ones, which
         are connected by `names`."""
@@ -76,7 +77,10 @@ class RemoteRig:
         self.max_len = max_len
         self.nodes = Nodes(names, capacity_bytes) if nodes is None else nodes
         groups = group_layers(layers, max_len)
-        layouts = [make_layout(layers_in(layers, ids), kv_dtype, 64) for _, ids in groups]
+        layouts = [
+            make_layout(layers_in(layers, ids), kv_dtype, 64, has_bounds=kv_policy is not None)
+            for _, ids in groups
+        ]
         token_bytes = [layout.token_bytes for layout in layouts]
         geometry = page_geometry(
             token_bytes, [window for window, _ in groups], partition, len(names), 1 << 20
@@ -92,6 +96,7 @@ class RemoteRig:
             num_pages=num_pages,
             max_rows=MAX_ROWS,
             prefix_only=partition == "sequence",
+            kv_policy=kv_policy,
         )
         partitions = make_partitions(names, partition, geometry, template)
         self.set = NodeSet(partitions, template, partition, self.nodes.connect, wire=wire)
@@ -112,12 +117,20 @@ class RemoteRig:
         else:
             new = PlainNewTokenAttention(layers, getattr(torch, kv_dtype), backend, self.tail_cache)
         self.attention = RemoteAttention(
-            layers, new, backend, self.set, self.kv.range_tokens, NUM_RANGES, wire, self.tail_cache
+            layers,
+            new,
+            backend,
+            self.set,
+            self.kv.range_tokens,
+            NUM_RANGES,
+            wire,
+            self.tail_cache,
+            selection=template.selection,
         )
 
-    def step(self, rows, inputs):
+    def step(self, rows, inputs, prompt_lens=None):
         """Returns every layer's result. rows: (range, number of rows, tokens after them).
-        inputs: (q, k, v) for each layer."""
+        inputs: (q, k, v) for each layer. prompt_lens: as in AttentionStep."""
         for item, num_rows, kv_len in rows:
             assert self.kv.grow(item, kv_len, kv_len - num_rows)
         self.kv.commit()
@@ -127,6 +140,7 @@ class RemoteRig:
             [item.start for item, _, _ in rows],
             [n for _, n, _ in rows],
             [length for _, _, length in rows],
+            prompt_lens,
         )
         plan = self.attention.plan(step)
         outs = []

@@ -14,7 +14,7 @@ from memory.policies.setting import parse_kv_policy
 from ops.cpu import native_library
 from serve import LLM
 from serve.config import DEFAULT_MODEL, EngineConfig
-from serve.errors import ConfigError
+from serve.errors import ConfigError, RequestError
 from serve.loading.model_source import load_weights, read_source
 from serve.loading.runtime import load_runtime
 from serve.models.progress import LoadProgress
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built"),
     pytest.mark.small_pages,
 ]
-QUEST = "quest:budget=25%"
+QUEST = "quest:budget=25%,least=1"
 LENGTHS = (1, 15, 16, 17, 100, 127, 128, 129, 250, 300, 517)
 SETTINGS = {"dtype": "int8", "max_model_len": 640, "max_num_seqs": 12}
 KINDS = ("int8", "int4")
@@ -97,7 +97,7 @@ def reference(kv_policy: str, tokens: list[int], num_prompt: int) -> torch.Tenso
 
 @pytest.mark.parametrize(
     "policy",
-    ["quest:budget=64", pytest.param("quest:budget=12%", marks=pytest.mark.exhaustive)],
+    ["quest:budget=64", pytest.param("quest:budget=12%,least=1", marks=pytest.mark.exhaustive)],
 )
 def test_decoded_tokens_have_the_distributions_of_the_reference(policy):
     tokens = text(420)
@@ -173,7 +173,7 @@ def test_a_prompt_comes_from_disk_with_its_bounds(tmp_path):
     with LLM(DEFAULT_MODEL, **settings) as llm:
         assert answers(llm, [first], params()) == said
         assert llm.stats().disk_loaded_pages > 0
-    settings["kv_policy"] = "quest:budget=50%"  # tokens that read more have other K/V
+    settings["kv_policy"] = "quest:budget=50%,least=1"  # tokens that read more have other K/V
     with LLM(DEFAULT_MODEL, **settings) as llm:
         answers(llm, [first], params())
         assert llm.stats().disk_loaded_pages == 0
@@ -190,6 +190,36 @@ def test_drafts_change_no_bit(kv_dtype):
         outputs = llm.generate(prompts, those, use_tqdm=False)
         check_drafted(llm, prompts, those, outputs)
         llm._loaded.core.kv.check_integrity()
+
+
+def _scored(output):
+    return [(t, of[t].logprob) for t, of in zip(output.token_ids, output.logprobs, strict=True)]
+
+
+def test_a_request_reads_everything_where_it_says_so():
+    """Beside others that select, and after the same text was an answer that selected."""
+    question, settings = prompt(300, seed=2), SETTINGS | {"max_model_len": 900}
+    with LLM(DEFAULT_MODEL, kv_policy="off", **settings) as llm:
+        whole = answers(llm, [question], params(60, kv_policy="off"))
+        longer = [*question, *[token for token, _ in whole[0]]]
+        then = answers(llm, [longer], params(60))
+    with LLM(DEFAULT_MODEL, kv_policy=QUEST, **settings) as llm:
+        prompts = [{"prompt_token_ids": question}] * 2
+        both = llm.generate(prompts, [params(60), params(60, kv_policy="off")], use_tqdm=False)
+        chosen, exact = (_scored(one.outputs[0]) for one in both)
+        assert exact == whole[0] != chosen
+        answers(llm, [longer], params(60))  # now these tokens have K/V of answers that select
+        assert answers(llm, [longer], params(60, kv_policy="off")) == then
+        assert llm.stats().pages_in_use == 0
+
+
+def test_an_engine_that_drops_kv_refuses_to_keep_that_of_a_request():
+    one, settings = params(3, kv_policy="off"), SETTINGS | {"kv_policy": "h2o:budget=25%"}
+    with LLM(DEFAULT_MODEL, **settings) as llm, pytest.raises(RequestError, match="h2o") as caught:
+        llm.generate([{"prompt_token_ids": [5]}], one, use_tqdm=False)
+    assert caught.value.param == "kv_policy"
+    with pytest.raises(RequestError, match='kv_policy must be "off"'):
+        params(3, kv_policy="quest")
 
 
 def test_several_answers_to_one_prompt_have_the_bits_of_each_alone():
@@ -233,14 +263,16 @@ def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family, va
     prompts = [[(7 * i + n) % 90 + 3 for i in range(n)] for n in (20, 60, 100)]
     settings = {"dtype": "int8", "kv_dtype": kv_dtype, "max_num_seqs": 4, "max_model_len": 160}
     found = {}
-    for policy in ("off", "quest:budget=100%", "quest:budget=20%"):
+    for policy in ("off", "quest:budget=100%", "quest:budget=20%,least=1"):
         path = str(checkpoint(family, variant))
         with LLM(path, **settings, kv_policy=policy, kv_page_bytes=4096) as llm:
             found[policy] = [answers(llm, prompts, params(50)) for _ in range(2)]
     assert found["quest:budget=100%"] == found["off"]
-    assert found["quest:budget=20%"][0] == found["quest:budget=20%"][1], "with prefix hits"
+    assert found["quest:budget=20%,least=1"][0] == found["quest:budget=20%,least=1"][1], (
+        "with prefix hits"
+    )
     if kv_dtype == "int8":  # with int4, all keys of so short sequences are in a row's own block
-        assert found["quest:budget=20%"] != found["off"]
+        assert found["quest:budget=20%,least=1"] != found["off"]
 
 
 def test_what_is_read_is_counted_and_told(caplog):
@@ -261,7 +293,5 @@ def test_what_cannot_select_is_refused():
         LLM(DEFAULT_MODEL, dtype="float32", kv_policy=QUEST)
     with pytest.raises(ConfigError, match=r"kv_policy needs a kvp_segment_tokens"):
         LLM(DEFAULT_MODEL, **SETTINGS, kvp_segment_tokens=256, kv_policy=QUEST)
-    with pytest.raises(ConfigError, match=r"kv_policy quest needs the cpu back end"):
-        LLM(DEFAULT_MODEL, backend="cuda", dtype="int8", kv_dtype="int8", kv_policy=QUEST)
     with pytest.raises(ConfigError, match=r"kv_policy quest has nothing to select"):
         LLM(str(checkpoint("deepseek_v2", "long")), dtype="int8", kv_dtype="int8", kv_policy=QUEST)

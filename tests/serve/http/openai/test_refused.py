@@ -145,6 +145,8 @@ BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": -(2**31) - 1}, "priority", "invalid_value"),
     ({"priority": -(10**18)}, "priority", "invalid_value"),
     ({"cache_salt": "a b"}, "cache_salt", "invalid_value"),
+    ({"kv_policy": "quest:budget=100%"}, "kv_policy", "invalid_value"),
+    ({"kv_policy": 1}, "kv_policy", "invalid_type"),
     ({"cache_salt": ""}, "cache_salt", "invalid_value"),
     ({"cache_salt": "a\x01"}, "cache_salt", "invalid_value"),
     ({"cache_salt": "a\n"}, "cache_salt", "invalid_value"),

@@ -83,8 +83,8 @@ def test_huge_pages_are_those_that_the_system_tells(content: torch.Tensor, file:
     mapping = region._Mapping(file, END)
     assert not mapping.is_huge(END), "nothing was read"
     assert int(mapping.data.sum()) > 0
-    assert 0 <= region._huge_bytes(mapping.data.data_ptr()) <= END
-    assert region._huge_bytes(1) == 0 and not mapping.is_huge(DATA_START)
+    assert 0 <= region.huge_bytes(mapping.data.data_ptr()) <= END
+    assert region.huge_bytes(1) == 0 and not mapping.is_huge(DATA_START)
 
 
 def test_mapped_files_are_not_available(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,24 @@
+"""The measurement of steps that read a part of the K/V on a node, on small sizes."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.nodes.selection import QUICK, measure, table_of
+from ops.cpu import native_library
+
+pytestmark = pytest.mark.skipif(
+    not native_library.is_available(), reason="native kernels not built"
+)
+
+
+def test_each_number_of_sequences_and_context_is_measured(tmp_path):
+    found = measure(QUICK, tmp_path)
+    assert [(one.context, one.count) for one in found] == [
+        (context, count) for context in QUICK.contexts for count in QUICK.counts
+    ]
+    for one in found:
+        assert min(one.whole_s, one.selected_s, one.local_s) > 0
+        assert one.recompute_s > one.local_s, "hundreds of rows take longer than one"
+        assert one.recomputed_rate(8) < 8 / one.recompute_s
+    assert table_of(found, QUICK).row_count == len(found)

@@ -1,0 +1,100 @@
+"""Requests and plans of engines whose rows of answers select what nodes read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from memory.nodes.attach import AttachRequest, NodeLayout
+from memory.nodes.wire import ErrorCode, NodePlan, WireError, pack_plan, read_plan
+from memory.policies.setting import KVPolicy
+from tests.memory.nodes.test_wire import PLANS, REQUEST, U32, U64, as_sent, code_of, view
+
+QUEST = KVPolicy("quest", share=0.12)
+
+
+@st.composite
+def selecting_plans(draw) -> NodePlan:
+    plan = draw(PLANS)
+    count = len(plan.queries)
+    return plan._replace(prompt_lens=draw(st.lists(U32, min_size=count, max_size=count)))
+
+
+@given(U32, U64, selecting_plans())
+def test_prompt_lengths_follow_where_rows_select(epoch, number, plan):
+    message = view(pack_plan(epoch, number, plan))
+    assert read_plan(message, selects=True) == plan
+    without = pack_plan(epoch, number, plan._replace(prompt_lens=[]))
+    assert len(message) == len(without) + 4 * len(plan.queries)
+    assert bytes(message[: len(without)]) == without, "nothing changes where no row selects"
+    if plan.queries:
+        assert code_of(read_plan, message) is ErrorCode.FORM
+        with pytest.raises(WireError, match="a plan of"):
+            read_plan(view(without), selects=True)
+
+
+@pytest.mark.parametrize(
+    "policy", [QUEST, KVPolicy("quest", tokens=512), KVPolicy("quest", share=0.125, least=32)]
+)
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+def test_a_policy_is_part_of_the_request_where_there_is_one(policy, kv_dtype):
+    request = replace(REQUEST, kv_dtype=kv_dtype, kv_policy=policy)
+    assert AttachRequest.from_json(as_sent(request)) == request
+    assert "kv_policy" not in as_sent(REQUEST), "nodes of earlier versions"
+
+
+def test_layers_that_see_all_keys_have_bounds():
+    request = replace(REQUEST, kv_dtype="int8", kv_policy=QUEST)
+    whole, windowed = NodeLayout(request).groups
+    assert None not in whole.bounds and not windowed.has_bounds
+    [plain, _] = NodeLayout(replace(request, kv_policy=None)).groups
+    assert not plain.has_bounds and plain.offsets[1] < whole.offsets[1]
+
+
+BAD_POLICIES = {
+    "no object": "quest:budget=12%",
+    "a list": [],
+    "nothing in it": {},
+    "no name": {"name": 5},
+    "no policy of that name": {"name": "oracle"},
+    "one that drops K/V": {"name": "h2o"},
+    "no budget": {"share": None},
+    "two budgets": {"tokens": 512},
+    "no tokens": {"share": None, "tokens": 0},
+    "tokens that nobody has": {"share": None, "tokens": 2**31},
+    "true as tokens": {"share": None, "tokens": True},
+    "a share of nothing": {"share": 0.0},
+    "more than all": {"share": 1.5},
+    "a share as text": {"share": "12%"},
+    "at least nothing": {"least": 0},
+    "no least": {"least": None},
+}
+
+
+@pytest.mark.parametrize("changed", BAD_POLICIES.values(), ids=BAD_POLICIES)
+def test_absurd_policies_are_refused(changed):
+    content = as_sent(replace(REQUEST, kv_dtype="int8", kv_policy=QUEST))
+    assert code_of(AttachRequest.from_json, content) is None
+    policy = content["kv_policy"] | changed if isinstance(changed, dict) and changed else changed
+    assert code_of(AttachRequest.from_json, content | {"kv_policy": policy}) is ErrorCode.SHAPE
+
+
+@pytest.mark.parametrize(
+    "changed", [{"kv_dtype": "float32"}, {"kv_dtype": "bfloat16"}, {"prefix_only": True}]
+)
+def test_ranges_that_cannot_select_are_refused(changed):
+    content = as_sent(replace(REQUEST, kv_dtype="int8", kv_policy=QUEST)) | changed
+    with pytest.raises(WireError, match="kv_policy quest needs whole ranges of K/V in tiles"):
+        AttachRequest.from_json(content)
+
+
+def test_segments_cannot_select():
+    layers, sizes = REQUEST.layers[:2], {"page_tokens": [32], "num_places": [16]}
+    request = replace(REQUEST, layers=layers, group_layers=[[0, 1]], **sizes, by_segment=True)
+    request = replace(request, kv_dtype="int8")
+    assert AttachRequest.from_json(as_sent(request)) == request
+    with pytest.raises(WireError, match="kv_policy quest needs whole ranges of K/V in tiles"):
+        AttachRequest.from_json(as_sent(replace(request, kv_policy=QUEST)))
