@@ -7,6 +7,7 @@ with a half and an eighth of it (`--shares`), the rest in a file. For each kv_po
     of memory   that divided by the same policy's with all K/V in memory
     again       tokens a second if what memory lacks were computed again in each step, by the
                 measured rate of prompts
+    fewer       tokens a second of only as many sequences as this memory holds, without a file
     tiles       of the layers of 16 tokens, those that were read
     hits        of these, those in memory
     read        bytes a second that the steps fetch from the file
@@ -217,13 +218,14 @@ def _row(
     count: int,
     num_tokens: int,
     share: float,
+    fewer: str,
     disk: float,
 ) -> list[str]:
     missing = int(count * num_tokens * (1 - share))
     again = count / (whole.step_s + missing / whole.prompt_rows_s)
     row = [name, f"{count / found.step_s:.1f}", f"{whole.step_s / found.step_s:.3f}"]
     if found.counts is None:
-        return [*row, "", "", "", "", ""]
+        return [*row, *[""] * 6]
     counts = found.counts
     read = counts.fetched_bytes / found.seconds
     hits = counts.units_held / max(1, counts.units_read)
@@ -231,6 +233,7 @@ def _row(
     return [
         *row,
         f"{again:.3f}",
+        fewer,
         f"{tiles:.2f}",
         f"{hits:.2f}",
         f"{read / 1e6:.0f}",
@@ -238,10 +241,23 @@ def _row(
     ]
 
 
+def _fewer(
+    model: str, policy: str, given: argparse.Namespace, num_tokens: int, share: float
+) -> str:
+    """Returns the tokens a second of the sequences that a share of the memory holds."""
+    count = int(given.sequences * share)
+    if not count:
+        return "none fits"
+    decoding = Decoding(model, policy, count, num_tokens, 1.0, given.folder)
+    found = decoding.measure(given.rounds)
+    decoding.close()
+    return f"{count / found.step_s:.1f}"
+
+
 def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
     count, folder = given.sequences, given.folder
     unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
-    names = ("tok/s", "of memory", "again", "tiles", "hits", "read MB/s", "of disk")
+    names = ("tok/s", "of memory", "again", "fewer", "tiles", "hits", "read MB/s", "of disk")
     table = Table(
         "kv_policy, K/V in memory",
         *[Column(name, justify="right") for name in names],
@@ -261,7 +277,8 @@ def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
             decoding.close()
             disk = (before + disk_rate(folder, unit)) / 2 if share < 1 else 0.0
             whole = whole or found
-            table.add_row(*_row(name, found, whole, count, num_tokens, share, disk))
+            fewer = _fewer(model, policy, given, num_tokens, share) if share < 1 else ""
+            table.add_row(*_row(name, found, whole, count, num_tokens, share, fewer, disk))
     return table
 
 

@@ -167,6 +167,10 @@ class OffloadedAttention:
     def units(self) -> ResidentUnits:
         return self._units
 
+    @property
+    def max_tiles(self) -> int:
+        return self._max_tiles
+
     def note(self, start: int, layer: int, read: Flags) -> None:
         """Notes what was read of a range, for the guess of the next step."""
         known = self._read.setdefault(start, [_NO_FLAGS] * len(self._ops))
@@ -267,8 +271,15 @@ class OffloadedPlan:
     def _append(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         append(self._attention.ops[layer], self._step, k, v, rotation)
 
+    def _check_room(self, read: Tiles) -> None:
+        """Raises OSError, before anything is fetched, if the sequences read more of the layer than
+        can be resident: rows that select may choose nearly everything."""
+        if len(self._starts) > 1 and len(read) > self._attention.max_tiles:
+            raise OSError(errno.ENOMEM, "a layer of the step does not fit")
+
     def _attend_all(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
         units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
+        self._check_room(self._all)
         units.begin_layer(layer, self._all, tiles.written, tiles.fresh)
         units.fetch_ahead((layer + 1) % len(ops), self._all)
         store()
@@ -283,7 +294,9 @@ class OffloadedPlan:
             store()
         chosen: Flags = ops[layer].choose(self._step, q).numpy().astype(np.bool_)
         fresh = np.zeros_like(tiles.fresh) if self._stores_first else tiles.fresh
-        units.begin_layer(layer, tiles.numbers(chosen), tiles.written, fresh)
+        read = tiles.numbers(chosen)
+        self._check_room(read)
+        units.begin_layer(layer, read, tiles.written, fresh)
         following = (layer + 1) % len(ops)
         units.fetch_ahead(following, tiles.numbers(self._guess(following)))
         if not self._stores_first:

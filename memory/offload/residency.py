@@ -60,7 +60,11 @@ class Residency:
         self._wake_ahead = threading.Condition(self._pool.lock)
         self._wake_writer = threading.Condition(self._pool.lock)
         works = {"ahead": self._fetch_all_ahead, "write": self._write_all}
-        self._threads = [_start(name, work, file.lane()) for name, work in works.items()]
+        lanes = [file.lane() for _ in works]  # before a thread runs that nobody would end
+        self._threads = [
+            _start(name, work, lane)
+            for (name, work), lane in zip(works.items(), lanes, strict=True)
+        ]
         memory.units = self
 
     @property

@@ -33,6 +33,9 @@ _FALLOC_KEEP_SIZE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
+_libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
+_IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs: linux/magic.h
+_STATFS_WORDS = 32  # more than the structure has
 
 
 class Leaving(NamedTuple):
@@ -179,6 +182,8 @@ def open_file(directory: str | Path, size_bytes: int) -> ScratchFile:
     space is free again when the process ends, however it ends. Raises OSError."""
     io = choose_io(directory)
     fd, is_direct = _open_nameless(directory)
+    if _is_in_memory(fd):
+        logger.warning("K/V on disk: %s is no disk: its files take memory", directory)
     try:
         status = os.fstatvfs(fd)
         if status.f_bavail * status.f_frsize < size_bytes:  # before the disk is filled up
@@ -201,6 +206,11 @@ def _open_nameless(directory: str | Path) -> tuple[int, bool]:
         return open_direct(path, os.O_RDWR)
     finally:
         os.unlink(path)
+
+
+def _is_in_memory(fd: int) -> bool:
+    found = (ctypes.c_long * _STATFS_WORDS)()  # the first one is the type
+    return _libc.fstatfs(fd, found) == 0 and found[0] & 0xFFFFFFFF in _IN_MEMORY
 
 
 def _allocate(fd: int, size_bytes: int) -> None:

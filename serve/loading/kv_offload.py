@@ -182,7 +182,8 @@ def open_offloaded(
             )
         undo.callback(memory.close)
         slices = list(zip(layout.offsets, layout.unit_bytes, strict=True))
-        units = Residency(memory, file, slices, layout.tile_bytes, sizes.resident_bytes)
+        with _opening(folder):
+            units = Residency(memory, file, slices, layout.tile_bytes, sizes.resident_bytes)
         undo.callback(units.close)
         # bounds have a reservation with as many mappings
         most = MAX_MAPPINGS // 2 if layout.has_bounds else MAX_MAPPINGS

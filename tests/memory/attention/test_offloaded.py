@@ -199,6 +199,21 @@ def test_sequences_that_do_not_fit_together_are_refused_before_anything_is_read(
     offloaded.attention.plan(AttentionStep(2, [0, TILES * 16], [1, 1], [201, 34], [200, 33]))
 
 
+@pytest.mark.parametrize("budget", [160, 1000], ids=["most tiles", "all tiles"])
+def test_rows_that_choose_more_than_fits_are_refused_before_anything_is_fetched(
+    budget: int,
+) -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=budget)), max_tiles=13)
+    for start, length in ((0, 200), (TILES * 16, 33)):
+        compute(offloaded.attention, AttentionStep(0, [start], [length], [length], [length]), 0)
+    offloaded.units.asked.clear()
+    both = AttentionStep(2, [0, TILES * 16], [1, 1], [201, 34], [200, 33])
+    with pytest.raises(KVLostError, match="a layer of the step does not fit"):
+        compute(offloaded.attention, both, 1)
+    assert not offloaded.units.asked and offloaded.units.num_held == 0
+    compute(offloaded.attention, AttentionStep(1, [0], [1], [201], [200]), 1)  # alone it fits
+
+
 def test_k_v_that_cannot_be_read_ends_the_step_and_lets_all_units_go() -> None:
     offloaded = Offloaded()
     compute(offloaded.attention, steps()[0], 0)

@@ -120,6 +120,12 @@ def test_a_file_system_without_nameless_files(tmp_path, monkeypatch):
     file.close()
 
 
+@pytest.mark.skipif(not os.path.ismount("/dev/shm"), reason="no tmpfs there")
+def test_a_file_system_in_memory_is_named(caplog):
+    open_file("/dev/shm", BLOCK).close()
+    assert "/dev/shm is no disk: its files take memory" in caplog.text
+
+
 def test_more_than_the_disk_has(tmp_path):
     status = os.statvfs(tmp_path)
     with pytest.raises(OSError, match="No space left"):

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from memory.offload.residency import Residency
-from memory.offload.scratch_file import RingLane
+from memory.offload.scratch_file import Lane, RingLane, ScratchFile
 from memory.offload.unit_states import RESIDENT, STORED
 from ops.cpu import native_library
 from serve import LLM
@@ -247,6 +247,24 @@ def test_a_disk_that_is_gone_ends_requests_and_the_engine_goes_on(disk, tmp_path
         assert answers(llm, prompts(), params(24)) == expected(OFF)
 
 
+def test_a_disk_that_is_full_ends_requests_until_it_has_room(monkeypatch, tmp_path):
+    is_full, write = [True], RingLane.write
+
+    def write_or_fail(lane: RingLane, *given: Any) -> Any:
+        if is_full[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(lane, *given)
+
+    monkeypatch.setattr(RingLane, "write", write_or_fail)
+    with offloaded(tmp_path, OFF, 0.5) as llm:
+        inputs = [{"prompt_token_ids": each} for each in prompts()]
+        outputs = llm.generate(inputs, params(24), use_tqdm=False)
+        assert "error" in {each.outputs[0].finish_reason for each in outputs}
+        assert llm.stats().pages_in_use == 0
+        is_full[0] = False
+        assert answers(llm, prompts(), params(24)) == expected(OFF)
+
+
 def test_a_lost_answer_has_an_error_that_says_so():
     error = generation_error(KV_LOST)
     assert isinstance(error, OffloadLostError)
@@ -303,6 +321,22 @@ def test_a_full_disk_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("serve.loading.kv_offload.open_file", open_file)
     with pytest.raises(ConfigError, match=r"kv_offload_dir .*No space left on device for kv_off"):
         LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+
+
+def test_a_ring_that_the_kernel_refuses_is_named_and_leaves_no_thread(monkeypatch, tmp_path):
+    made: list[object] = []
+
+    def lane(file: ScratchFile) -> Lane:
+        if len(made) == 2:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        made.append(_lane(file))
+        return made[-1]
+
+    _lane = ScratchFile.lane
+    monkeypatch.setattr(ScratchFile, "lane", lane)
+    with pytest.raises(ConfigError, match=r"kv_offload_dir .*Cannot allocate memory"):
+        LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+    assert not [each for each in threading.enumerate() if each.name.startswith("mergestep-kv-")]
 
 
 @pytest.mark.parametrize(
