@@ -229,6 +229,9 @@ class TiledLocalAttention:
         self._address = address
         self._recent = recent
         self._ops = tiled_ops(layout, recent)
+        layers = zip(layout.layers, layout.bounds, strict=True)
+        of_selected = [layer.num_kv_heads for layer, bounds in layers if bounds is not None]
+        self._most_heads = max(of_selected, default=1)
 
     def plan(self, step: AttentionStep) -> TiledLocalPlan:
         native_step = self._native(step)
@@ -259,10 +262,8 @@ class TiledLocalAttention:
     ) -> list[RowsOfStep]:
         """Returns the parts of a step whose rows score more than MAX_SCORES tiles; none of a
         smaller one."""
-        layers = zip(self._layout.layers, self._layout.bounds, strict=True)
-        heads = max(layer.num_kv_heads for layer, bounds in layers if bounds is not None)
         lens = [length // TILE_TOKENS + 1 for length in step.kv_lens]
-        most = MAX_SCORES // heads
+        most = MAX_SCORES // self._most_heads
         if sum(counts) * max(lens, default=0) <= most:
             return []
         parts, row, at = [], 0, 0
