@@ -7,9 +7,11 @@ tile is (range start + position) // 16, so a kernel needs a base, one stride and
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from memory.attention.seam import (
@@ -40,6 +42,9 @@ from quant.kv import (
 )
 
 TILED_TYPES = ("int8", "int4")
+MAX_SCORES = 1 << 23
+"""Of tiles and K/V heads that rows choose from in one call; each takes 8 bytes until the thread
+ends, which are in no account of K/V: many rows of a long answer are computed again in parts."""
 Format = Int8KVFormat | Int4KVFormat | LatentKVFormat
 
 
@@ -224,8 +229,22 @@ class TiledLocalAttention:
         self._address = address
         self._recent = recent
         self._ops = tiled_ops(layout, recent)
+        layers = zip(layout.layers, layout.bounds, strict=True)
+        of_selected = [layer.num_kv_heads for layer, bounds in layers if bounds is not None]
+        self._most_heads = max(of_selected, default=1)
 
     def plan(self, step: AttentionStep) -> TiledLocalPlan:
+        native_step = self._native(step)
+        parts: list[RowsOfStep] = []
+        if self._selection is not None and step.prompt_lens is not None:
+            counts, budgets = self._selection.plan(
+                step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+            )
+            native_step.select(counts, budgets)
+            parts = self._parts(step, counts, budgets)
+        return TiledLocalPlan(self._layout, self._ops, native_step, self._is_eager, parts)
+
+    def _native(self, step: AttentionStep) -> TiledAttentionStep:
         token_bytes = self._layout.token_bytes
         native_step = TiledAttentionStep(
             self._address,
@@ -236,20 +255,83 @@ class TiledLocalAttention:
         )
         if self._recent is not None:
             self._recent.add_to(native_step, step)
-        if self._selection is not None and step.prompt_lens is not None:
-            native_step.select(
-                *self._selection.plan(step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS)
+        return native_step
+
+    def _parts(
+        self, step: AttentionStep, counts: Sequence[int], budgets: Sequence[int]
+    ) -> list[RowsOfStep]:
+        """Returns the parts of a step whose rows score more than MAX_SCORES tiles; none of a
+        smaller one."""
+        lens = [length // TILE_TOKENS + 1 for length in step.kv_lens]
+        most = MAX_SCORES // self._most_heads
+        if sum(counts) * max(lens, default=0) <= most:
+            return []
+        parts, row, at = [], 0, 0
+        for runs in _runs_of(step.num_rows, counts, lens, most):
+            rows = [n for _, n, _, _ in runs]
+            part = AttentionStep(
+                0,
+                [step.starts[i] for i, *_ in runs],
+                rows,
+                [step.kv_lens[i] - left for i, _, _, left in runs],
             )
-        return TiledLocalPlan(self._ops, native_step, self._is_eager)
+            native_step = self._native(part)
+            chosen = [n for _, _, n, _ in runs]
+            native_step.select(chosen, budgets[at : at + sum(chosen)])
+            parts.append(RowsOfStep(slice(row, row + sum(rows)), native_step))
+            row, at = row + sum(rows), at + sum(chosen)
+        return parts
+
+
+class RowsOfStep(NamedTuple):
+    """Some rows of a step, in order, and the step of these alone."""
+
+    rows: slice
+    step: TiledAttentionStep
+
+
+def _runs_of(
+    num_rows: Sequence[int], counts: Sequence[int], num_tiles: Sequence[int], most: int
+) -> Iterator[list[tuple[int, int, int, int]]]:
+    """Divides the rows of a step, the last counts[i] of sequence i of which score num_tiles[i]
+    tiles each, into parts that score at most `most`, or have one such row. Yields each part's runs:
+    the sequence, its rows, how many of them score, and how many rows of the sequence follow."""
+    runs: list[tuple[int, int, int, int]] = []
+    free = most
+    for i, (left, tiles) in enumerate(zip(num_rows, num_tiles, strict=True)):
+        while left:
+            whole = max(0, left - counts[i])
+            fitting = max(0 if runs else 1, free // tiles)
+            taken = min(left, whole + fitting)
+            if taken:
+                scoring = taken - min(whole, taken)
+                left -= taken
+                runs.append((i, taken, scoring, left))
+                free = max(0, free - scoring * tiles)
+            if left:
+                yield runs
+                runs, free = [], most
+    yield runs
 
 
 class TiledLocalPlan:
     """Attention for one step's rows."""
 
-    def __init__(self, ops: Sequence[TiledOp], step: TiledAttentionStep, is_eager: bool) -> None:
+    def __init__(
+        self,
+        layout: TiledKVLayout,
+        ops: Sequence[TiledOp],
+        step: TiledAttentionStep,
+        is_eager: bool,
+        parts: Sequence[RowsOfStep] = (),
+    ) -> None:
+        """parts: of the step, which layers with bounds attend to one after the other; none: they
+        attend to all rows at once."""
+        self._layout = layout
         self._ops = ops
         self._step = step
         self._is_eager = is_eager and step.num_single_rows > 0
+        self._parts = parts
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         begun = self._ops[layer].begin(self._step, q.float()) if self._is_eager else None
@@ -262,6 +344,10 @@ class TiledLocalPlan:
         op = self._ops[layer]
         if k is not None:
             self.store(layer, k, v, rotation)
+        if self._parts and self._layout.bounds[layer] is not None:
+            x = q.float()
+            found = [op.attend(part, x[rows]) for rows, part in self._parts]
+            return Finished(torch.cat(found).to(q.dtype))
         return Finished(op.attend(self._step, q.float(), begun=begun).to(q.dtype))
 
     def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:

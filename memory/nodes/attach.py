@@ -13,7 +13,7 @@ from math import lcm
 
 from memory.attention.layouts import KV_TYPES, Layout, make_layout
 from memory.attention.seam import AttentionLayer, kv_owner, layers_in
-from memory.attention.tiled import TILED_TYPES, TiledKVLayout
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout, is_selectable
 from memory.nodes.wire import ErrorCode, WireError
 from memory.policies.selection import Selection, selection_of
 from memory.policies.setting import SELECTIONS, KVPolicy
@@ -145,8 +145,16 @@ class AttachRequest:
             self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment
         ):
             raise _shape(f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles")
+        if self.kv_policy is not None and self._num_selecting_groups() > 1:
+            raise _shape(f"kv_policy {self.kv_policy.name} is for one group of layers")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
             raise _shape("the scale of attention over latents must be positive")
+
+    def _num_selecting_groups(self) -> int:
+        """Returns how many groups have layers whose rows select: what they read is planned for each
+        group, row by row."""
+        is_selected = [is_selectable(layer) for layer in self.layers]
+        return sum([any(is_selected[i] for i in ids) for ids in self.group_layers])
 
     def _check_shares(self, ids: list[int]) -> None:
         for number in ids:

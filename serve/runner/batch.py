@@ -31,7 +31,7 @@ class Batch:
 def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
     """Flattens a plan, all of whose sequences are running and have committed pages. selects:
     whether decoded tokens select what they read."""
-    prompts = [_num_unselecting(s) for s in plan.sequences] if selects else None
+    prompts = [num_unselecting(s) for s in plan.sequences] if selects else None
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []
@@ -71,7 +71,7 @@ def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
     )
 
 
-def _num_unselecting(sequence: Sequence) -> int:
+def num_unselecting(sequence: Sequence) -> int:
     """Returns how many of a sequence's first rows read everything."""
     whole = sequence.request.params.kv_policy is not None
     return sequence.max_tokens_total if whole else sequence.num_prompt_tokens

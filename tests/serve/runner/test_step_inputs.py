@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
+from serve.runner.batch import make_batch
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.step_inputs import NUM_FIELDS, block_bytes, fields, fill
 from serve.scheduler.sequence import PENDING_TOKEN, Sequence
@@ -48,6 +51,21 @@ def test_rows_of_a_merged_step(sequences):
     ranges = [s.kv_range.index for s in (one, other, *[prompt] * 5, part, part)]
     assert slots.tolist() == [*ranges, 0, 0, 0]
     assert sampled.tolist() == [0, 1, 6] + [0] * 9, "an incomplete prompt samples no token"
+
+
+def test_rows_of_a_request_that_reads_everything_select_on_no_back_end(sequences):
+    """Those of other requests do so after their prompts."""
+    pytest.importorskip("triton")
+    from serve.runner.cuda_runner import _attention_step
+
+    _, other, *_ = sequences
+    params = replace(other.request.params, kv_policy="off")
+    other.request = replace(other.request, params=params)
+    plan = make_plan(*[(sequence, 5) for sequence in sequences])
+    expected = [5, other.max_tokens_total, 5, 5]
+    assert make_batch(plan, selects=True).attention.prompt_lens == expected
+    assert _attention_step(plan, selects=True).prompt_lens == expected
+    assert _attention_step(plan, selects=False).prompt_lens is None
 
 
 def test_rows_without_padding(sequences):

@@ -150,6 +150,18 @@ def test_a_prefix_hit_and_drafts_change_no_token():
         assert llm._loaded.selection.num_read < llm._loaded.selection.num_held
 
 
+def test_a_request_reads_everything_where_it_says_so():
+    """Beside another that selects, in the same steps."""
+    prompts = [{"prompt_token_ids": text(58, seed=3)}] * 2
+    several, found = [params(8), params(8, kv_policy="off")], {}
+    for policy in ("off", SMALL):
+        with LLM(model(), kv_policy=policy, speculation="off", **SETTINGS) as llm:
+            outputs = [x.outputs[0] for x in llm.generate(prompts, several, use_tqdm=False)]
+            found[policy] = [(x.token_ids, x.cumulative_logprob) for x in outputs]
+    chosen, everything = found[SMALL]
+    assert everything == found["off"][1] != chosen
+
+
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
 def test_models_of_other_kinds_select_in_the_layers_that_see_all_keys(family):
     """Beside layers with a state, and with windows and sinks."""

@@ -9,7 +9,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
+from memory.attention import tiled
 from memory.nodes.wire import ErrorCode, Kind
 from memory.policies.setting import KVPolicy
 from ops.cpu import native_library
@@ -127,6 +130,37 @@ def test_rows_of_unknown_prompts_read_everything():
         found.append([*rig.step([(item, 250, 250)], inputs), *rig.step([(item, 1, 251)], one)])
         rig.close()
     assert is_same(*found)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+@pytest.mark.parametrize("most", [1, 150, 4000])
+def test_many_rows_choose_in_parts(kv_dtype, most, monkeypatch):
+    """What they choose from takes memory that is in no account of K/V, and an engine that computes
+    many answers again, or that lies about its prompts, names as many rows as it likes."""
+    layers = layers_of(2)
+    expected = local_results(Local(layers, kv_dtype, QUEST), layers)
+    monkeypatch.setattr(tiled, "MAX_SCORES", most)
+    rig = RemoteRig(layers, ("a",), "head", kv_dtype, kv_policy=QUEST)
+    assert is_same(results(rig, layers), expected)
+    rig.close()
+    assert is_same(local_results(Local(layers, kv_dtype, QUEST), layers), expected)
+
+
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(1, 40)), min_size=1))
+def test_parts_have_all_rows_in_their_order_and_few_scores(drawn):
+    drawn = [(rows, min(rows, scoring), tiles) for rows, scoring, tiles in drawn]
+    found = list(tiled._runs_of(*zip(*drawn, strict=True), 60))
+    lefts, order = [[rows, scoring] for rows, scoring, _ in drawn], []
+    for runs in found:
+        for i, rows, scoring, left in runs:
+            assert rows > 0 and (scoring == rows or lefts[i][1] == lefts[i][0] - rows + scoring)
+            lefts[i] = [lefts[i][0] - rows, lefts[i][1] - scoring]
+            assert lefts[i][0] == left
+            order.append(i)
+        assert sum(drawn[i][2] * scoring for i, _, scoring, _ in runs) <= 60
+    assert order == sorted(order) and not any(map(any, lefts))
+    whole = sum(scoring * tiles for _, scoring, tiles in drawn)
+    assert len(found) <= 1 + whole / 20, "each but the last has no room for another row"
 
 
 # ---- what is read

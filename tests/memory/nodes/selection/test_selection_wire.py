@@ -98,3 +98,11 @@ def test_segments_cannot_select():
     assert AttachRequest.from_json(as_sent(request)) == request
     with pytest.raises(WireError, match="kv_policy quest needs whole ranges of K/V in tiles"):
         AttachRequest.from_json(as_sent(replace(request, kv_policy=QUEST)))
+
+
+def test_one_group_of_layers_selects():
+    """A plan of few bytes may have many rows, whose budgets a node computes for each such group."""
+    request = replace(REQUEST, kv_dtype="int8", kv_policy=QUEST)
+    layers = [replace(layer, window=None) for layer in request.layers]
+    with pytest.raises(WireError, match="kv_policy quest is for one group of layers"):
+        AttachRequest.from_json(as_sent(replace(request, layers=layers)))
