@@ -15,13 +15,14 @@ import torch
 from safetensors.torch import save_file
 
 from bench.common.checkpoints import random_checkpoint, write_random
+from memory.attention import cuda as cuda_attention
 from ops import LinearOp, get_backend
 from ops.cpu import native_library
 from quant.formats.read import read_format
 from serve.config import EngineConfig
 from serve.errors import ConfigError, ModelLoadError
-from serve.loading import cuda_runtime, model_source
 from serve.loading import footprint as module
+from serve.loading import model_source
 from serve.loading.footprint import check_weights_fit, footprint, weight_bytes
 from serve.loading.precision import Precision, resolve_precision
 from serve.loading.runtime import load_runtime
@@ -234,7 +235,7 @@ def test_what_a_gpu_does_not_serve_is_refused_before_weights_are_read(
 
     monkeypatch.setattr(model_source, "load_model", fail)
     if family == "llama":
-        monkeypatch.setattr(cuda_runtime, "CudaKVLayout", refuse)
+        monkeypatch.setattr(cuda_attention, "CudaKVLayout", refuse)
     config = EngineConfig(str(checkpoint(family, variant)), backend="cuda", **settings)
     with pytest.raises(ConfigError, match=named):
         load_runtime(config)
