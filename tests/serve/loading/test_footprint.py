@@ -230,7 +230,7 @@ def test_what_a_gpu_does_not_serve_is_refused_before_weights_are_read(
     def fail(*_: object, **__: object) -> None:
         raise AssertionError("the weights are read")
 
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise ValueError("no heads")
 
     monkeypatch.setattr(model_source, "load_model", fail)
