@@ -155,6 +155,8 @@ std::vector<std::string> instruction_sets() {
 }  // namespace
 
 NB_MODULE(_native, m) {
+  // What frames of threads still hold when the process ends is no fault to tell users of.
+  nb::set_leak_warnings(false);
   m.attr("TILE") = TILE;
   m.attr("MAX_HEAD_DIM") = MAX_HEAD_DIM;
   m.attr("MAX_PLAIN_DIM") = MAX_PLAIN_DIM;

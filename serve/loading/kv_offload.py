@@ -139,6 +139,15 @@ def size_offload(
     layout.pad_bounds(tiles_per_page)
     bounds_page_bytes = layout.bounds_tile_bytes * tiles_per_page
     pool_bytes = sizes.page_bytes * sizes.num_pages
+    asked = memory_bytes + config.kv_offload_bytes
+    if asked - pool_bytes >= sizes.page_bytes and not is_trial:
+        logger.info(
+            "kv_cache_bytes and %s are %s, of which %s could be used by max_num_seqs sequences of"
+            " max_model_len; no more is taken",
+            NAME,
+            format_memory(asked),
+            format_memory(pool_bytes),
+        )
     resident = min(pool_bytes, memory_bytes - bounds_page_bytes * sizes.num_pages)
     longest = -(-sizes.max_model_len // layout.tile_tokens) * max(layout.unit_bytes)
     if resident < _ROOM * longest:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 
@@ -55,6 +57,22 @@ assert torch.equal(layer(x), expected)
 def test_a_forked_child_computes_alone():
     """A forked child has none of the pool's threads and must not wait for them."""
     output_of("-c", FORKED)
+
+
+KEPT = """
+import ctypes
+from ops.cpu import native_library
+index = native_library.library().SuffixIndex()
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(index))  # as the frame of a thread holds it
+"""
+
+
+def test_what_is_alive_when_the_process_ends_is_not_reported():
+    """A server that is stopped after a request has such objects, and tells nobody of them."""
+    done = subprocess.run(
+        [sys.executable, "-c", KEPT], capture_output=True, text=True, timeout=300, check=True
+    )
+    assert done.stderr == ""
 
 
 def test_two_callers_at_once():

@@ -313,6 +313,17 @@ def test_what_cannot_be_is_refused_by_name(settings, problem, tmp_path):
         LLM(DEFAULT_MODEL, **given)
 
 
+@pytest.mark.parametrize(("asked", "is_said"), [(1 << 40, True), (1 << 20, False)])
+def test_more_than_all_sequences_need_is_not_taken_and_the_log_says_so(
+    asked, is_said, tmp_path, caplog
+):
+    sizes = {"kv_cache_bytes": 8 << 20, "kv_offload_bytes": asked, "kv_offload_dir": tmp_path}
+    caplog.set_level("INFO")
+    with LLM(DEFAULT_MODEL, **SETTINGS, **sizes):
+        pass
+    assert ("could be used by max_num_seqs sequences of" in caplog.text) == is_said
+
+
 def test_a_full_disk_is_refused(monkeypatch, tmp_path):
     def open_file(folder: Path, num_bytes: int) -> None:
         assert num_bytes > 15 << 20, "of memory and the file together"
