@@ -242,6 +242,8 @@ def _opening(folder: Path) -> Iterator[None]:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_parent(folder)
         yield
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ConfigError(f"kv_offload_dir {folder} is no directory") from error
     except DiskDirectoryError as error:
         raise ConfigError(f"kv_offload_dir: {error}") from error
     except OSError as error:
