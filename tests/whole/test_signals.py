@@ -120,7 +120,8 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
         async with session_of(url) as session:
             await ready(session)
             model = await model_of(session)
-            streams = [Stream(session, model, 1000) for _ in range(4)]
+            # so many that they take seconds, also while this process waits for a processor
+            streams = [Stream(session, model, 1000) for _ in range(NUM_STREAMS)]
             running = [asyncio.create_task(stream.run()) for stream in streams]
             await wait_begun(streams)
             process.send_signal(number)
@@ -135,5 +136,5 @@ def test_a_second_signal_ends_at_once(number: signal.Signals) -> None:
                 assert b"[DONE]" not in stream.text
                 assert b'"code":"draining"' in stream.text
 
-    with serve_run() as (process, url):
+    with serve_run("--max-num-seqs", "64") as (process, url):
         asyncio.run(main(process, url))
