@@ -270,7 +270,7 @@ def test_groups(tmp_path):
 def test_fast_start(tmp_path):
     options = ("--parts", "link", "--rounds", "1")
     text = output_of("-m", "bench.cluster.fast_start", *options, XDG_CACHE_HOME=str(tmp_path))
-    for row in ("link ", "pull ", "pull / link", "beside a stream", "a stream, alone"):
+    for row in ("link ", "copied ", "copied / link", "beside a stream", "a stream, alone"):
         assert row in text, row
 
 
