@@ -110,6 +110,7 @@ def _square_seconds(encode: Callable[[str], object], text: str, end: str) -> flo
         longer_s = min(longer_s, measure(_TIMES * size))
     for _ in range(_MORE_TRIALS):  # a refusal needs more than one moment of a busy machine
         if longer_s > _CUBE * took_s:
+            took_s = max(took_s, measure(size))  # it may have become slower since
             longer_s = min(longer_s, measure(_TIMES * size))
     if longer_s > _CUBE * took_s:
         raise Refused(f"takes the cube of a run's length to split characters such as {text[:4]!r}")
