@@ -60,7 +60,7 @@ class Residency:
         self._wake_ahead = threading.Condition(self._pool.lock)
         self._wake_writer = threading.Condition(self._pool.lock)
         works = {"ahead": self._fetch_all_ahead, "write": self._write_all}
-        lanes = [file.lane() for _ in works]  # before a thread runs that nobody would end
+        lanes = [file.lane() for _ in works]  # first: if one is refused, no thread has been started
         self._threads = [
             _start(name, work, lane)
             for (name, work), lane in zip(works.items(), lanes, strict=True)

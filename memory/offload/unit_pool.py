@@ -1,7 +1,7 @@
 """The bytes of units in memory and on their way: brings units in, writes them, gives memory back.
 
 All threads that move units share one `UnitPool`. Its lock protects states and counts, and is free
-while bytes move: a unit on its way is marked, and nobody else moves it.
+while bytes move: a unit on its way is marked, so that no other thread moves it.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Packed weights in memory that several processes of one machine use.
 
 The memory is a memfd, or the mapped file of packed weights; its bytes have the offsets that they
-have in the file. A process gives others the descriptor. A memfd is sealed before that: nobody, not
-even its owner, can change or shorten it any more, so that checksums that were right stay right. It
-lives as long as one process maps it.
+have in the file. A process sends the descriptor to others. It seals a memfd before that: then
+no process, itself included, can change or shorten it, so that checksums that were right stay right.
+The memory lives as long as one process maps it.
 
 A memfd has small pages unless the system is set otherwise, and decoding would be slower on them.
 Linux (since 6.1) makes huge ones of them on demand, whatever the setting. Where it does not, no
@@ -197,7 +197,7 @@ class Arena:
                 with self._making:
                     self._make_step()
         except NotShared:
-            pass  # who asks for the memory is told
+            pass  # `grow` meets the same error in the thread that loads, which handles it
 
     def _make_step(self) -> None:
         at, num_bytes = self._made, min(_STEP, len(self.data) - self._made)
