@@ -26,7 +26,7 @@ from serve.models.packed_cache.shared_memory import try_arena
 from serve.models.packed_cache.sources import NotedTensors
 from serve.weight_peers import same_memory
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
-from tests.support.models.weight_engines import engine, start, tokens, without_weights
+from tests.support.models.weight_engines import KINDS, engine, start, tokens, without_weights
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_told"),
@@ -45,17 +45,7 @@ def is_shared(llm: LLM) -> bool:
     return pulled.num_shared > 0
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "dtype"),
-    [
-        ("llama", "base", "int8"),
-        ("llama", "base", "bfloat16"),
-        ("llama", "gptq", "int8"),
-        ("qwen3_moe", "head-24", "int4"),
-        ("deepseek_v3", "yarn", "int8"),
-        ("qwen3_next", "odd", "int8"),
-    ],
-)
+@pytest.mark.parametrize(("family", "variant", "dtype"), KINDS)
 def test_tokens_are_those_of_an_engine_alone(
     family: str,
     variant: str,

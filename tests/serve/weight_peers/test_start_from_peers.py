@@ -23,7 +23,7 @@ from serve.models.told_checkpoint import pack_table, read_table
 from serve.weight_peers import peers, pull, server
 from serve.weight_peers.peers import rank_url
 from tests.support.models.packed_models import copy_of_model, forbid_fetching
-from tests.support.models.weight_engines import engine, start, tokens, without_weights
+from tests.support.models.weight_engines import KINDS, engine, start, tokens, without_weights
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_told"),
@@ -31,17 +31,7 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("family", "variant", "dtype"),
-    [
-        ("llama", "base", "int8"),
-        ("llama", "base", "bfloat16"),
-        ("llama", "gptq", "int8"),
-        ("qwen3_moe", "head-24", "int4"),
-        ("deepseek_v3", "yarn", "int8"),
-        ("qwen3_next", "odd", "int8"),
-    ],
-)
+@pytest.mark.parametrize(("family", "variant", "dtype"), KINDS)
 def test_tokens_are_the_same_without_weight_files(
     family: str,
     variant: str,

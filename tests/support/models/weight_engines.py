@@ -16,6 +16,14 @@ SETTINGS = {
     "packed_cache": "off",
     "dtype": "int8",
 }
+KINDS = (  # family, variant and dtype of models whose packed weights differ in kind
+    ("llama", "base", "int8"),
+    ("llama", "base", "bfloat16"),
+    ("llama", "gptq", "int8"),
+    ("qwen3_moe", "head-24", "int4"),
+    ("deepseek_v3", "yarn", "int8"),
+    ("qwen3_next", "odd", "int8"),
+)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
 PROMPTS = [{"prompt_token_ids": [3, 5, 8, 13, 21, first]} for first in (30, 40)]
 
