@@ -7,18 +7,15 @@ import ctypes
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, Fusion, LinearOp
+from ops.backend import Fusion, LinearOp
 from ops.cpu.native_stored import restore
-from ops.linear import SideBySide
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed_cache.layout import DTYPES, LayerEntry, Span, TensorEntry
 from serve.models.packed_cache.shared_memory import Arena, NotShared, SharedMemory
 from serve.models.packed_cache.sources import NotedTensors
 from serve.models.packed_cache.writer import Made, Placing, can_keep
-from serve.models.parts import Part
 
 logger = logging.getLogger(__name__)
 
@@ -55,52 +52,6 @@ class MovedTensors(NotedTensors):
             self._arena.close()
             self._arena = None
 
-    def product(
-        self,
-        parts: Sequence[Part],
-        num_in: int,
-        *,
-        has_bias: bool = False,
-        fusion: Fusion = NO_FUSION,
-        scale: float = 1.0,
-        is_head: bool = False,
-    ) -> LinearOp:
-        op = super().product(
-            parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
-        )
-        if type(op) is not SideBySide:
-            return self._moved_layers([op], fusion)[0]
-        layers = self._moved_layers(op.ops, Fusion(fusion.norm))
-        return SideBySide(self._loaded.backend, layers, fusion)
-
-    def vector(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        offset: float = 0.0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return self._moved_tensor(super().vector(name, shape, offset=offset, dtype=dtype))
-
-    def table(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        is_looked_up: bool = True,
-        columns: slice | None = None,
-    ) -> Tensor:
-        made = super().table(name, shape, is_looked_up=is_looked_up, columns=columns)
-        return self._moved_tensor(made)
-
-    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
-        made = super().matrix(part, num_in, stays_plain=stays_plain)
-        return self._moved_tensor(made) if stays_plain else made
-
-    def pack(self, weight: Tensor) -> LinearOp:
-        return self._moved_layers([super().pack(weight)], NO_FUSION)[0]
-
     def _note(self, call: str, parts: Sequence[LinearOp | Tensor]) -> None:
         super()._note(call, parts)
         self._entries = []
@@ -122,24 +73,27 @@ class MovedTensors(NotedTensors):
         placing.kept.clear()
         self._entries = entries
 
-    def _moved_layers(self, layers: list[LinearOp], fusion: Fusion) -> list[LinearOp]:
-        """Returns the layers that were noted last where they are now; their own memory is free for
-        the next ones."""
+    def _noted_layers(
+        self, call: str, layers: Sequence[LinearOp], fusion: Fusion
+    ) -> Sequence[LinearOp]:
+        """Returns the layers where they are now; their own memory is free for the next ones."""
+        self._note(call, layers)
         entries = [entry for entry in self._entries if isinstance(entry, LayerEntry)]
         if not entries:
             return layers
-        layers = [
+        moved = [
             restore(entry.kind, [self._bytes(span) for span in entry.buffers], fusion)
             for entry in entries
         ]
-        self.made[-1] = Made(self.made[-1].call, tuple(layers))
-        return layers
+        self.made[-1] = Made(call, tuple(moved))
+        return moved
 
-    def _moved_tensor(self, made: Tensor) -> Tensor:
+    def _noted_tensor(self, call: str, made: Tensor) -> Tensor:
+        self._note(call, [made])
         for entry in self._entries:
             assert isinstance(entry, TensorEntry)
             made = self._bytes(entry.data).view(DTYPES[entry.dtype]).view(entry.shape)
-            self.made[-1] = Made(self.made[-1].call, (made,))
+            self.made[-1] = Made(call, (made,))
         return made
 
     def _bytes(self, span: Span) -> Tensor:

@@ -79,10 +79,11 @@ class NotedTensors(_Around):
         op = self._loaded.product(
             parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
         )
-        self._note(
-            call_name("product", parts[0].module), op.ops if type(op) is SideBySide else [op]
-        )
-        return op
+        call = call_name("product", parts[0].module)
+        if type(op) is not SideBySide:
+            return self._noted_layers(call, [op], fusion)[0]
+        layers = self._noted_layers(call, op.ops, Fusion(fusion.norm))
+        return op if layers is op.ops else SideBySide(self._loaded.backend, layers, fusion)
 
     def vector(
         self,
@@ -93,8 +94,7 @@ class NotedTensors(_Around):
         dtype: torch.dtype | None = None,
     ) -> Tensor:
         made = self._loaded.vector(name, shape, offset=offset, dtype=dtype)
-        self._note(call_name("vector", name), [made])
-        return made
+        return self._noted_tensor(call_name("vector", name), made)
 
     def table(
         self,
@@ -105,20 +105,28 @@ class NotedTensors(_Around):
         columns: slice | None = None,
     ) -> Tensor:
         made = self._loaded.table(name, shape, is_looked_up=is_looked_up, columns=columns)
-        self._note(call_name("table", name), [made])
-        return made
+        return self._noted_tensor(call_name("table", name), made)
 
     def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
         made = self._loaded.matrix(part, num_in, stays_plain=stays_plain)
-        if stays_plain:
-            self._note(call_name("matrix", part.module), [made])
-        return made
+        return self._noted_tensor(call_name("matrix", part.module), made) if stays_plain else made
 
     def pack(self, weight: Tensor) -> LinearOp:
         op = self._loaded.pack(weight)
-        self._note(call_name("pack", str(tuple(weight.shape))), [op])
         self.is_whole = self.is_whole and can_keep(op)
-        return op
+        return self._noted_layers(call_name("pack", str(tuple(weight.shape))), [op], NO_FUSION)[0]
+
+    def _noted_layers(
+        self, call: str, layers: Sequence[LinearOp], fusion: Fusion
+    ) -> Sequence[LinearOp]:
+        """Notes layers, and returns those to be used for them. fusion: of each."""
+        self._note(call, layers)
+        return layers
+
+    def _noted_tensor(self, call: str, made: Tensor) -> Tensor:
+        """Notes a tensor, and returns the one to be used for it."""
+        self._note(call, [made])
+        return made
 
     def _note(self, call: str, parts: Sequence[LinearOp | Tensor]) -> None:
         self.made.append(Made(call, tuple(parts) if all(map(can_keep, parts)) else ()))
