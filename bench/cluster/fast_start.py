@@ -1,11 +1,13 @@
 """Starts from a peer's memory, from packed weights on the disk and from the checkpoint.
 
 `python -m bench.cluster.fast_start --model random:llama-1b` runs a replica that serves its weights
-and measures, in rounds that take turns, what `--parts` names. link: what the link carries, how fast
-the weights come over it into new memory and, over shm, how fast the replica's own memory is ready
-for use, and what a stream of the replica loses meanwhile. starts:
-fresh processes of `serve run` to their first token from each source. zero: the first token of a
-request whose model has no process, behind the front of several models.
+and measures, in rounds that take turns, what `--parts` names.
+
+link: what the link carries, how fast the weights come over it into new memory and, over shm, how
+fast the replica's own memory is ready for use, and what a stream of the replica loses meanwhile.
+starts: fresh processes of `serve run` to their first token from each source. loads: the same from
+the checkpoint, of a replica that gives its weights to others over shm, over tcp, or not at all.
+zero: the first token of a request whose model has no process, behind the front of several models.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from transport.base import Segment
 
 _PART = 1 << 20
 _LIMIT_S = 600.0
-PARTS = ("link", "starts", "zero")
+PARTS = ("link", "starts", "loads", "zero")
 _NO_WEIGHTS = (".safetensors", ".index.json")
 Readings = dict[str, list[float]]
 
@@ -210,7 +212,7 @@ class Peer:
     """A replica that serves its weights. url: of the weights."""
 
     def __init__(self, port: int, url: str, key: bytes, key_file: Path) -> None:
-        self.port, self.url, self.key = port, url, key
+        self.port, self.url, self.key, self.key_file = port, url, key, key_file
         self.options = ["--weights-from", url, "--weights-key-file", str(key_file)]
 
 
@@ -265,6 +267,26 @@ def measure_starts(
     print("seconds from the command to the first token: median (lowest to highest)")
     for row, values in rows.items():
         print(f"  {row:44} {_spread(values)}")
+
+
+def measure_loads(
+    given: argparse.Namespace, name: str | None, bare: Path, folder: Path, key_file: Path
+) -> None:
+    listeners = {
+        "shm": ["--weights-listen", f"shm://{folder}/loads"],
+        "tcp": ["--weights-listen", f"tcp://127.0.0.1:{free_port()}"],
+    }
+    rows: Readings = defaultdict(list)
+    for _ in range(given.rounds):
+        for row in (*listeners, "none"):
+            options = [*given.options, *nothing_kept(bare)]
+            if row in listeners:
+                options += [*listeners[row], "--weights-key-file", str(key_file)]
+            found = start_once(name, options, limit_s=_LIMIT_S)
+            rows[row].append(found.at_s["first token"] - found.at_s["listening"])
+    print("seconds from listening to the first token, by who may have the weights:")
+    for row, values in rows.items():
+        print(f"  {row:20} {_spread(values)}")
 
 
 def measure_from_zero(
@@ -328,6 +350,8 @@ def main() -> None:
                 measure_link(given, folder, peer)
             if "starts" in given.parts:
                 measure_starts(given, model, found, bare, peer)
+            if "loads" in given.parts:
+                measure_loads(given, found, bare, folder, peer.key_file)
             if "zero" in given.parts:
                 measure_from_zero(given, model, found, bare, peer)
 

@@ -11,6 +11,7 @@ with a half and an eighth of it (`--shares`), the rest in a file. For each kv_po
     tiles       of the layers of 16 tokens, those that were read
     hits        of these, those in memory
     read        bytes a second that the steps fetch from the file
+    kernel      the cores that system calls and page faults of the process keep busy meanwhile
     of disk     that divided by what the disk gives to direct reads of as many bytes each at random
                 places, just before and just after
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import resource
 import statistics
 import tempfile
 import time
@@ -58,10 +60,12 @@ _POLICIES = (OFF, "quest:budget=12%", "quest:budget=6%")
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """seconds: of `rounds` steps with a row of each sequence. prompt_rows_s: rows of a prompt in a
-    second. counts: of the measured steps, where K/V is in a file."""
+    """seconds: of `rounds` steps with a row of each sequence; kernel_s: the processor's time in the
+    kernel meanwhile. prompt_rows_s: rows of a prompt in a second. counts: of the measured steps,
+    where K/V is in a file."""
 
     seconds: float
+    kernel_s: float
     rounds: int
     prompt_rows_s: float
     num_layers: int
@@ -160,7 +164,9 @@ class Decoding:
             self.step()
         units = self.runtime.offload
         before = None if units is None else units.counts()
+        began_s = resource.getrusage(resource.RUSAGE_SELF).ru_stime
         times = [self.step() for _ in range(rounds)]
+        kernel_s = resource.getrusage(resource.RUSAGE_SELF).ru_stime - began_s
         after = None if units is None else units.counts()
         prompts = statistics.median([self.prompt_step() for _ in range(3)])
         counts = None
@@ -168,7 +174,8 @@ class Decoding:
             names = OffloadCounts.__dataclass_fields__
             counts = OffloadCounts(**{n: getattr(after, n) - getattr(before, n) for n in names})
         num_layers = len(self.runtime.model.attention_layers())
-        return Figures(sum(times), rounds, _PROMPT_ROWS / prompts, num_layers, counts)
+        rows_s = _PROMPT_ROWS / prompts
+        return Figures(sum(times), kernel_s, rounds, rows_s, num_layers, counts)
 
     def close(self) -> None:
         memory = self.runtime.memory
@@ -225,7 +232,7 @@ def _row(
     again = count / (whole.step_s + missing / whole.prompt_rows_s)
     row = [name, f"{count / found.step_s:.1f}", f"{whole.step_s / found.step_s:.3f}"]
     if found.counts is None:
-        return [*row, *[""] * 6]
+        return [*row, *[""] * 7]
     counts = found.counts
     read = counts.fetched_bytes / found.seconds
     hits = counts.units_held / max(1, counts.units_read)
@@ -237,6 +244,7 @@ def _row(
         f"{tiles:.2f}",
         f"{hits:.2f}",
         f"{read / 1e6:.0f}",
+        f"{found.kernel_s / found.seconds:.2f}",
         f"{read / disk:.2f}",
     ]
 
@@ -257,7 +265,8 @@ def _fewer(
 def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
     count, folder = given.sequences, given.folder
     unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
-    names = ("tok/s", "of memory", "again", "fewer", "tiles", "hits", "read MB/s", "of disk")
+    names = ("tok/s", "of memory", "again", "fewer", "tiles", "hits")
+    names += ("read MB/s", "kernel", "of disk")
     table = Table(
         "kv_policy, K/V in memory",
         *[Column(name, justify="right") for name in names],

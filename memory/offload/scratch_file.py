@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from memory.tiers.block_file import BlockFile, ThreadFile
+from memory.tiers.block_file import BlockFile, ThreadFile, preallocate
 from memory.tiers.direct_io import choose_io, open_direct, wait_for
 from ops.cpu import native_library
 
@@ -29,10 +29,8 @@ Places = npt.NDArray[np.int64]
 Sums = npt.NDArray[np.uint32]
 
 _DEPTH = 64
-_FALLOC_KEEP_SIZE = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs: linux/magic.h
 _STATFS_WORDS = 32  # more than the structure has
@@ -214,10 +212,9 @@ def _is_in_memory(fd: int) -> bool:
 
 
 def _allocate(fd: int, size_bytes: int) -> None:
-    while _libc.fallocate(fd, _FALLOC_KEEP_SIZE, 0, size_bytes) != 0:
-        number = ctypes.get_errno()
-        if number in (errno.EOPNOTSUPP, errno.ENOSYS):
-            logger.warning("K/V on disk: the file system does not promise the space of a file")
-            return
-        if number != errno.EINTR:
-            raise OSError(number, os.strerror(number))
+    try:
+        preallocate(fd, size_bytes)
+    except OSError as error:
+        if error.errno not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise
+        logger.warning("K/V on disk: the file system does not promise the space of a file")

@@ -133,6 +133,14 @@ class _Operation:
             logger.exception("the callback of a transfer failed")
 
 
+def preallocate(fd: int, size_bytes: int) -> None:
+    """Lets the file system allocate so many bytes of a file. Raises OSError if it cannot."""
+    while _libc.fallocate(fd, _FALLOC_KEEP_SIZE, 0, size_bytes) != 0:
+        number = ctypes.get_errno()
+        if number != errno.EINTR:
+            raise os_error(number)
+
+
 class _File:
     """The descriptor and the blocking calls of both implementations."""
 
@@ -144,8 +152,7 @@ class _File:
         return self._fd
 
     def preallocate(self, size_bytes: int) -> None:
-        if _libc.fallocate(self._fd, _FALLOC_KEEP_SIZE, 0, size_bytes) != 0:
-            raise os_error(ctypes.get_errno())
+        preallocate(self._fd, size_bytes)
 
     def flush(self) -> None:
         os.fdatasync(self._fd)
