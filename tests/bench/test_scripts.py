@@ -296,3 +296,18 @@ def test_apart(tmp_path):
     for row in rows:
         for kind in ("measured", "predicted"):
             assert 0 < row[kind]["ttft_p50"] <= row[kind]["ttft_p99"]
+
+
+def test_kv_in_a_file(tmp_path):
+    options = ("--shape", "small-32k", "--context", "2048", "--rounds", "1", "--shares", "0.75")
+    options += ("--policies", "quest:budget=12%", "--folder", str(tmp_path))
+    text = output_of("-m", "bench.offload.run", *options, COLUMNS="160")
+    for word in ("12%, all", "12%, 0.75", "again", "fewer", "kernel", "of disk"):
+        assert word in text, word
+
+
+def test_kv_of_the_trained_model_in_a_file():
+    options = ("--exercises", "1", "--tokens", "4", "--context", "1024")
+    text = output_of("-m", "bench.offload.trained", *options, COLUMNS="160")
+    for word in ("off", "quest:budget=6%", "in memory", "fetched KB a token"):
+        assert word in text, word
