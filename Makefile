@@ -24,6 +24,9 @@ serve: $(VENV)/.serve
 JOBS ?= $(shell n=$$(nproc); echo $$((n > 8 ? 8 : n)))
 # A test process that crashes ends the run: what xdist puts in its place may wait for ever.
 PARALLEL := -n $(JOBS) --dist loadfile --max-worker-restart 0
+# A test that fails runs once more, a little later: one of 23,000 may meet a moment in which the
+# machine does something else. The end shows what failed at first; more than a few stay failures.
+RERUN := --reruns 1 --reruns-delay 5 --max-suite-reruns 4 --rerun-show-tracebacks
 
 # Triton's interpreter multiplies with numpy. Of the kernels that its library chooses by the
 # processor, some give a row other bits alone than beside others; these do not, on any processor.
@@ -32,7 +35,7 @@ test test-rest: export OPENBLAS_CORETYPE := Nehalem
 endif
 
 test: check
-	$(BIN)/python -m pytest $(PARALLEL) -m 'not (timing or process or exhaustive)' --durations 20
+	$(BIN)/python -m pytest $(PARALLEL) $(RERUN) -m 'not (timing or process or exhaustive)' --durations 20
 
 test-full: test test-rest
 
@@ -41,8 +44,8 @@ test-full: test test-rest
 test-rest: export TEST_PROFILE := thorough
 test-rest: $(VENV)/.dev
 	-$(MAKE) --no-print-directory clients
-	$(BIN)/python -m pytest $(PARALLEL) -m '(exhaustive or property) and not (timing or process)'
-	$(BIN)/python -m pytest -m 'timing or process' --durations 20
+	$(BIN)/python -m pytest $(PARALLEL) $(RERUN) -m '(exhaustive or property) and not (timing or process)'
+	$(BIN)/python -m pytest $(RERUN) -m 'timing or process' --durations 20
 
 # The client libraries of tests/clients, in environments of their own: they talk HTTP and need
 # nothing of this project, and some exclude others. Half a minute, 1.5 GB, the first time.
