@@ -145,7 +145,8 @@ def test_a_new_rank_finds_its_pages(thread_workers, tmp_path, expected, grid):  
         assert tokens(llm) == expected
         stats = quiet_stats(llm)
         assert stats.disk_loaded_pages > before
-    assert thread_workers[0].num_started == 2
+    # a first attempt may find that the lost rank, a thread here, still holds its folder
+    assert thread_workers[0].num_started >= 2
 
 
 def test_a_loss_under_load(thread_workers, tmp_path, expected):  # noqa: F811
