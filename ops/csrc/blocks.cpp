@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <cerrno>
 #include <deque>
 #include <system_error>
@@ -27,7 +26,7 @@ class Transfers {
   int run() {
     while (in_flight_ > 0 || wants_to_submit()) {
       if (wants_to_submit() && has_room()) submit();
-      reap(num_awaited());
+      reap(wants_to_submit() && has_room() ? 0 : 1);
     }
     return error_;
   }
@@ -35,12 +34,6 @@ class Transfers {
  private:
   bool wants_to_submit() const { return error_ == 0 && (next_ < blocks_.count || !again_.empty()); }
   bool has_room() const { return in_flight_ + SUBMIT_TOGETHER <= ring_.depth() || in_flight_ == 0; }
-  // How many transfers must end before there is something to do: until others can be submitted, or any one.
-  unsigned num_awaited() const {
-    if (!wants_to_submit()) return 1;
-    if (has_room()) return 0;
-    return static_cast<unsigned>(std::min(in_flight_, in_flight_ + SUBMIT_TOGETHER - ring_.depth()));
-  }
 
   void submit() {
     std::vector<Operation> batch;
