@@ -18,7 +18,7 @@ from pathlib import Path
 from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
 from memory.attention.seam import AttentionLayer
-from memory.kv_manager import MAX_MAPPINGS, KVManager
+from memory.kv_manager import KVManager
 from memory.offload.frames import Frames
 from memory.offload.offloaded_memory import OffloadedMemory
 from memory.offload.residency import Residency
@@ -198,8 +198,6 @@ def open_offloaded(
         with _opening(folder):
             units = Residency(memory, file, frames, layout.unit_bytes)
         undo.callback(units.close)
-        # bounds have a reservation with as many mappings
-        most = MAX_MAPPINGS // 2 if layout.has_bounds else MAX_MAPPINGS
         kv = KVManager(
             memory,
             num_pages=pages.num_pages,
@@ -208,8 +206,6 @@ def open_offloaded(
             groups=pages.groups,
             max_rows=config.chunk_tokens,
             in_background=has_idle_core(config.compute_threads),
-            max_mappings=most,
-            most_mappings=most,
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             memory.reserve(kv.total_bytes)
