@@ -28,7 +28,7 @@ from ops.cpu.native_tiled_attention import TiledAttention, TiledAttentionStep
 from quant.kv import TILE_TOKENS, bounds_bytes
 
 UNIT_ALIGNMENT = 4096
-"""Units begin at multiples of this: files are read and memory is given back in such blocks."""
+"""Units begin at multiples of this, in memory and in the file, which is read in such blocks."""
 
 _LINE_BYTES = 64
 
@@ -39,10 +39,11 @@ _NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
 
 
 class OffloadedKVLayout(TiledKVLayout):
-    """The layout of int8 K/V whose layers begin at multiples of UNIT_ALIGNMENT in a tile.
+    """The layout of int8 K/V whose layers have places of their own, the units, in multiples of
+    UNIT_ALIGNMENT.
 
-    bounds: where those of each layer begin in a tile of their own, of bounds_tile_bytes, if K/V is
-    selected.
+    tile_bytes: of all units of a tile. bounds: where those of each layer begin in a tile of their
+    own, of bounds_tile_bytes, if K/V is selected.
     """
 
     def __init__(
@@ -51,8 +52,7 @@ class OffloadedKVLayout(TiledKVLayout):
         super().__init__(layers, "int8", group)
         assert all(layer.shares is None for layer in layers), "each layer has its own K/V"
         self.unit_bytes = [_aligned(form.tile_bytes) for form in self.formats]
-        ends = np.cumsum([0, *self.unit_bytes]).tolist()
-        self.offsets, self.tile_bytes = ends[:-1], ends[-1]
+        self.offsets, self.tile_bytes = [0] * len(self.layers), sum(self.unit_bytes)
         self.bounds_tile_bytes = 0
         if not has_bounds:
             return
@@ -79,6 +79,9 @@ class ResidentUnits(Protocol):
         """Makes the units of a layer resident and keeps them so until the next call of this or of
         `end`. fresh: which of the written ones have no content yet. Raises OSError."""
 
+    def locate(self, layer: int, tiles: Tiles, places: Tiles) -> None:
+        """Writes the addresses of units to `places`: good for those that stay."""
+
     def fetch_ahead(self, layer: int, tiles: Tiles) -> None:
         """Begins to read units that are probably needed soon. Does not wait."""
 
@@ -93,14 +96,13 @@ class PoolTiles(Protocol):
 
 
 class OffloadedAttention:
-    """Implements PlannedAttention over K/V at `address`, as far as it is resident."""
+    """Implements PlannedAttention over K/V whose units are resident as far as they are read."""
 
     is_remote = False
 
     def __init__(
         self,
         layout: OffloadedKVLayout,
-        address: int,
         bounds_address: int,
         units: ResidentUnits,
         pool_tiles: PoolTiles,
@@ -111,7 +113,7 @@ class OffloadedAttention:
         max_tiles: the most tiles of a layer that can be resident at once."""
         assert selection is None or layout.has_bounds, "rows select by bounds"
         self._layout = layout
-        self._address, self._bounds_address = address, bounds_address
+        self._bounds_address = bounds_address
         self._units, self._pool_tiles = units, pool_tiles
         self._selection = selection
         self._max_tiles = max_tiles
@@ -126,7 +128,7 @@ class OffloadedAttention:
         layout = self._layout
         first_tiles = [start // TILE_TOKENS for start in step.starts]
         native = TiledAttentionStep(
-            self._address,
+            0,  # see OffloadedPlan: each tile has a place
             layout.tile_bytes,
             [tile * layout.tile_bytes for tile in first_tiles],
             step.num_rows,
@@ -231,6 +233,8 @@ class OffloadedPlan:
         """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what
         each layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
+        self._places: Tiles = np.zeros(len(tiles.tiles), dtype=np.int64)
+        step.place_tiles(self._places)
         self._attention, self._step, self._tiles = attention, step, tiles
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
@@ -263,10 +267,15 @@ class OffloadedPlan:
 
     def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         """Stores k and v of a layer, without attention."""
-        units, tiles = self._attention.units, self._tiles
-        units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+        self._begin_layer(layer, _NO_TILES, self._tiles.fresh)
         self._append(layer, k, v, rotation)
-        units.end()
+        self._attention.units.end()
+
+    def _begin_layer(self, layer: int, read: Tiles, fresh: Flags) -> None:
+        """Makes the units resident that the layer reads and writes, and notes where they are."""
+        units = self._attention.units
+        units.begin_layer(layer, read, self._tiles.written, fresh)
+        units.locate(layer, self._tiles.tiles, self._places)
 
     def _append(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
         append(self._attention.ops[layer], self._step, k, v, rotation)
@@ -278,9 +287,9 @@ class OffloadedPlan:
             raise OSError(errno.ENOMEM, "a layer of the step does not fit")
 
     def _attend_all(self, layer: int, q: Tensor, store: Callable[[], None]) -> Tensor:
-        units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
+        units, ops = self._attention.units, self._attention.ops
         self._check_room(self._all)
-        units.begin_layer(layer, self._all, tiles.written, tiles.fresh)
+        self._begin_layer(layer, self._all, self._tiles.fresh)
         units.fetch_ahead((layer + 1) % len(ops), self._all)
         store()
         return ops[layer].attend(self._step, q)
@@ -290,13 +299,13 @@ class OffloadedPlan:
         choose before k and v are stored, unless rows before it in the step complete tiles."""
         units, tiles, ops = self._attention.units, self._tiles, self._attention.ops
         if self._stores_first:
-            units.begin_layer(layer, _NO_TILES, tiles.written, tiles.fresh)
+            self._begin_layer(layer, _NO_TILES, tiles.fresh)
             store()
         chosen: Flags = ops[layer].choose(self._step, q).numpy().astype(np.bool_)
         fresh = np.zeros_like(tiles.fresh) if self._stores_first else tiles.fresh
         read = tiles.numbers(chosen)
         self._check_room(read)
-        units.begin_layer(layer, read, tiles.written, fresh)
+        self._begin_layer(layer, read, fresh)
         following = (layer + 1) % len(ops)
         units.fetch_ahead(following, tiles.numbers(self._guess(following)))
         if not self._stores_first:

@@ -1,7 +1,8 @@
 """Pages of K/V of which only a part is in memory, and the bounds of their keys, which always are.
 
-Both are memfds with a reservation each. A page of K/V and its page of bounds are mapped at the same
-slots, so a tile's bounds have the same number in their range as the tile in its own.
+Pages of K/V have numbers and no addresses: `units` know where their parts are. The bounds are a
+memfd with a reservation. A page's bounds are mapped at the slot of the page, so a tile's bounds
+have the same number in their range as the tile in its own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class PageUnits(Protocol):
     """Who decides which parts of the pages are in memory."""
 
     def forget(self, first_page: int, num_pages: int) -> None:
-        """Gives the memory of the pages' K/V back. Their content is lost."""
+        """Ends the pages' K/V. Its memory is free."""
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies the K/V of a page, wherever it is. Raises OSError."""
@@ -34,8 +35,8 @@ class PageUnits(Protocol):
 
 
 class OffloadedMemory:
-    """A `VirtualMemory`. Its pages have memory only where they are written, and what `units` has
-    given back is a hole."""
+    """A `VirtualMemory` whose reservation has slots, at which pages of K/V are found by number, and
+    no memory but that of the bounds."""
 
     maps_during_kernels = True
 
@@ -52,7 +53,6 @@ class OffloadedMemory:
         self.bounds_address = 0
         """Where the bounds of the reservation's first page begin; 0 without bounds."""
         self.units: PageUnits | None = None
-        self._kv = LinuxMemory(page_bytes, num_pages, is_sparse=True)
         self._bounds = LinuxMemory(bounds_page_bytes, num_pages) if bounds_page_bytes else None
         self._pages = np.empty(0, dtype=np.int64)  # mapped at each slot of the reservation
 
@@ -61,40 +61,29 @@ class OffloadedMemory:
         """Tiles of the pool."""
         return self.num_pages * self.tiles_per_page
 
-    @property
-    def pool_address(self) -> int:
-        """Where all pages lie in a row."""
-        return self._kv.page_address(0)
-
-    def fileno(self) -> int:
-        """Returns the descriptor of the K/V's memory."""
-        return self._kv.fileno()
-
     # ---- VirtualMemory
 
     def reserve(self, size_bytes: int) -> int:
+        """Returns the address of the bounds, 0 without bounds."""
         num_slots = size_bytes // self.page_bytes
         self._pages = np.full(num_slots, _NONE, dtype=np.int64)
         if self._bounds is not None:
             self.bounds_address = self._bounds.reserve(num_slots * self.bounds_page_bytes)
-        return self._kv.reserve(size_bytes)
+        return self.bounds_address
 
     def prepare(self, first_page: int, num_pages: int) -> None:
-        """Allocates the memory of the bounds; K/V gets its memory when it is written."""
+        """Allocates the memory of the bounds; K/V has a frame where it is in memory."""
         if self._bounds is not None:
             self._bounds.prepare(first_page, num_pages)
 
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         slot = offset // self.page_bytes
-        self._kv.map(offset, first_page, num_pages)
         if self._bounds is not None:
             self._bounds.map(slot * self.bounds_page_bytes, first_page, num_pages)
         self._pages[slot : slot + num_pages] = np.arange(first_page, first_page + num_pages)
 
     def copy_page(self, source: int, target: int) -> None:
-        if self.units is None:
-            self._kv.copy_page(source, target)
-        else:
+        if self.units is not None:
             try:
                 self.units.copy_page(source, target)
             except OSError as error:
@@ -105,14 +94,11 @@ class OffloadedMemory:
     def unmap(self, offset: int, num_pages: int) -> None:
         slot = offset // self.page_bytes
         self._pages[slot : slot + num_pages] = _NONE
-        self._kv.unmap(offset, num_pages)
         if self._bounds is not None:
             self._bounds.unmap(slot * self.bounds_page_bytes, num_pages)
 
     def release(self, first_page: int, num_pages: int) -> None:
-        if self.units is None:
-            self._kv.release(first_page, num_pages)
-        else:
+        if self.units is not None:
             self.units.forget(first_page, num_pages)
         if self._bounds is not None:
             self._bounds.release(first_page, num_pages)
@@ -121,15 +107,10 @@ class OffloadedMemory:
         if self.units is not None:
             self.units.close()
             self.units = None
-        self._kv.close()
         if self._bounds is not None:
             self._bounds.close()
 
     # ---- what is mapped
-
-    def release_kv(self, first_page: int, num_pages: int) -> None:
-        """Gives all memory of the pages' K/V back. For `units`."""
-        self._kv.release(first_page, num_pages)
 
     def pool_tiles(self, start_bytes: int, first_tile: int, count: int) -> Tiles:
         """Returns the numbers in the pool of `count` tiles from first_tile on in the range that

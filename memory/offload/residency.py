@@ -20,6 +20,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from memory.offload.frames import Frames, Places
 from memory.offload.offloaded_memory import OffloadedMemory, Tiles
 from memory.offload.scratch_file import Lane, UnitFile
 from memory.offload.unit_pool import MOVED_TOGETHER, OffloadCounts, UnitPool
@@ -40,21 +41,19 @@ class Residency:
         self,
         memory: OffloadedMemory,
         file: UnitFile,
-        slices: Sequence[tuple[int, int]],
-        tile_bytes: int,
-        max_bytes: int,
+        frames: Frames,
+        unit_bytes: Sequence[int],
     ) -> None:
-        """Owns the file from now on. slices: the (offset in a tile, bytes) of each layer's K/V.
-        max_bytes: of K/V in memory, without bounds; a layer that asks for more than fits fails.
-        Raises OSError if the file cannot be used."""
-        assert tile_bytes == memory.tile_bytes, f"{tile_bytes=}"
-        assert all(n % _ALIGNMENT == 0 for part in slices for n in part), f"{slices=}"
-        self._pool = UnitPool(memory, slices, max_bytes)
+        """Owns the file and the frames from now on. unit_bytes: of each layer's K/V in a tile, at
+        most a frame; a layer that asks for more units than there are frames fails. Raises OSError
+        if the file cannot be used."""
+        assert all(n % _ALIGNMENT == 0 for n in unit_bytes), f"{unit_bytes=}"
+        self._pool = UnitPool(frames, unit_bytes, memory.num_tiles)
         self._states = self._pool.states
         self._memory = memory
         self._file = file
         self._lane = file.lane()
-        self._write_above = int(max_bytes * _WRITE_ABOVE)
+        self._write_above = int(self.max_bytes * _WRITE_ABOVE)
         self._ahead: dict[int, Tiles] = {}
         self._is_closed = False
         self._wake_ahead = threading.Condition(self._pool.lock)
@@ -70,7 +69,7 @@ class Residency:
     @property
     def max_bytes(self) -> int:
         """The most memory of K/V."""
-        return self._pool.max_bytes
+        return self._pool.frames.num_frames * self._pool.frames.frame_bytes
 
     # ---- layers
 
@@ -103,6 +102,11 @@ class Residency:
             pool.counts.waited_s += time.perf_counter() - began
             self._mark_written(layer, written)
 
+    def locate(self, layer: int, tiles: Tiles, places: Places) -> None:
+        """Writes the addresses of units of a layer to `places`. Those of units that the layer has
+        asked for are good until the next layer begins; the others are of no use."""
+        np.take(self._pool.places[layer], tiles, out=places)
+
     def _bring(self, layer: int, tiles: Tiles, begun: Tiles) -> None:
         pool, states = self._pool, self._states
         with pool.lock:
@@ -114,7 +118,7 @@ class Residency:
     def _mark_written(self, layer: int, written: Tiles) -> None:
         states = self._states
         states.mark_written(layer, written)
-        if states.complete and self._pool.used_bytes > self._write_above:
+        if states.complete and self._pool.frames.used_bytes > self._write_above:
             self._wake_writer.notify()
 
     def end(self) -> None:
@@ -134,30 +138,20 @@ class Residency:
 
     def counts(self) -> OffloadCounts:
         with self._pool.lock:
-            return replace(self._pool.counts, resident_bytes=self._pool.used_bytes)
+            return replace(self._pool.counts, resident_bytes=self._pool.frames.used_bytes)
 
     # ---- pages
 
     def forget(self, first_page: int, num_pages: int) -> None:
-        """Gives the memory of pages back; what they hold is lost. Waits for their transfers."""
+        """Gives the frames of pages back; what they hold is lost. Waits for their transfers."""
         pool, per_page = self._pool, self._memory.tiles_per_page
         first, end = first_page * per_page, (first_page + num_pages) * per_page
         flags = self._states.flags[:, first:end]
         with pool.lock:
             while (flags & (BUSY | WRITING | HELD)).any():
                 pool.change.wait()
-            is_resident = (flags & RESIDENT) != 0
-            num_bytes = sum(
-                int(n) * size for n, size in zip(is_resident.sum(1), pool.num_bytes, strict=True)
-            )
-            flags[:] = np.where(is_resident, np.uint8(BUSY), np.uint8(0))
-        try:
-            self._memory.release_kv(first_page, num_pages)
-        finally:
-            with pool.lock:
-                self._states.erase(first, end)
-                pool.used_bytes -= num_bytes
-                pool.change.notify_all()
+            pool.erase(first, end)
+            pool.change.notify_all()
 
     def copy_page(self, source: int, target: int) -> None:
         """Copies the K/V of a page, layer by layer, wherever it is. Raises OSError; the call can be
@@ -185,34 +179,29 @@ class Residency:
                 pool.change.wait()
             self._states.add(layer, copies, DIRTY)
             self._states.complete.add(layer)
-        pairs = zip(
-            pool.addresses(layer, copies).tolist(),
-            pool.addresses(layer, tiles).tolist(),
-            strict=True,
-        )
-        for to, place in pairs:
+        places = pool.places[layer]
+        for to, place in zip(places[copies].tolist(), places[tiles].tolist(), strict=True):
             ctypes.memmove(to, place, pool.num_bytes[layer])
 
     # ---- threads
 
     def _fetch_all_ahead(self, lane: Lane) -> None:
-        pool = self._pool
         while (request := self._next_ahead()) is not None:
-            layer, tiles, order = request
-            num_bytes = len(tiles) * pool.num_bytes[layer]
+            layer, tiles = request
             try:
-                with pool.moving():
-                    granted = pool.reserve_clean(order, num_bytes)
-                    self._fetch_granted(lane, layer, tiles, granted, order)
+                self._pool.fetch(lane, layer, tiles)
             except OSError as error:  # the layer itself will try again and fail
                 logger.debug("K/V was not fetched ahead: %s", error)
-                with pool.lock:
+                with self._pool.lock:
                     self._ahead.pop(layer, None)
+            else:
+                with self._pool.lock:
+                    self._pool.counts.ahead_bytes += len(tiles) * self._pool.num_bytes[layer]
 
-    def _next_ahead(self) -> tuple[int, Tiles, list[int]] | None:
-        """Returns (layer, units to fetch, layers whose units may leave), or None at the end."""
-        states = self._states
-        with self._pool.lock:
+    def _next_ahead(self) -> tuple[int, Tiles] | None:
+        """Returns a layer and units of it to fetch, now marked as busy, or None at the end."""
+        pool, states = self._pool, self._states
+        with pool.lock:
             while not self._is_closed:
                 if not self._ahead:
                     self._wake_ahead.wait()
@@ -220,32 +209,14 @@ class Residency:
                 layer, tiles = next(iter(self._ahead.items()))
                 is_away = (states.flags[layer][tiles] & (RESIDENT | BUSY | STORED)) == STORED
                 away = np.unique(tiles[is_away])[:MOVED_TOGETHER]
-                if len(away):
-                    return layer, away, states.farthest_first(before=layer)
-                del self._ahead[layer]
+                room = pool.make_room(states.farthest_first(before=layer), len(away))
+                if room < len(away) or not room:  # what has no room is up to the layer
+                    del self._ahead[layer]
+                if room:
+                    pool.begin_fetch(layer, away[:room])
+                    states.expect(layer, away[:room])
+                    return layer, away[:room]
             return None
-
-    def _fetch_granted(
-        self, lane: Lane, layer: int, tiles: Tiles, granted_bytes: int, order: Sequence[int]
-    ) -> None:
-        """Fetches as many of the units as were granted bytes."""
-        pool, states = self._pool, self._states
-        size = pool.num_bytes[layer]
-        granted = granted_bytes // size
-        with pool.lock:
-            is_away = (states.flags[layer][tiles] & (RESIDENT | BUSY | STORED)) == STORED
-            away = tiles[is_away][:granted]
-            pool.used_bytes -= granted_bytes - len(away) * size
-            states.add(layer, away, BUSY)
-            states.expect(layer, away)
-            if granted < len(tiles):  # no more room: the rest is up to the layer
-                self._ahead.pop(layer, None)
-            pool.change.notify_all()
-            leaving = pool.leave_next(order) if len(away) else []
-        if len(away):
-            pool.fetch(lane, layer, away, leaving)
-            with pool.lock:
-                pool.counts.ahead_bytes += len(away) * size
 
     def _write_all(self, lane: Lane) -> None:
         while (units := self._next_write()) is not None:
@@ -263,7 +234,7 @@ class Residency:
         states = self._states
         with self._pool.lock:
             while not self._is_closed:
-                is_due = self._pool.used_bytes > self._write_above
+                is_due = self._pool.frames.used_bytes > self._write_above
                 for layer in states.farthest_first() if is_due and states.complete else ():
                     if layer not in states.complete:
                         continue
@@ -288,6 +259,7 @@ class Residency:
             thread.join()
         self._memory.units = None
         self._file.close()
+        self._pool.frames.close()
 
 
 def _start(name: str, work: Callable[[Lane], None], lane: Lane) -> threading.Thread:

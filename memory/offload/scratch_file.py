@@ -14,7 +14,7 @@ import os
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -36,35 +36,12 @@ _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs: linux/magic.h
 _STATFS_WORDS = 32  # more than the structure has
 
 
-class Leaving(NamedTuple):
-    """Parts of a memfd whose memory is given back: sizes[i] bytes from offsets[i] on."""
-
-    fd: int
-    offsets: Places
-    sizes: Places
-
-    @property
-    def arrays(self) -> tuple[int, int]:
-        return self.offsets.ctypes.data, self.sizes.ctypes.data
-
-    def give_back(self) -> None:
-        """Gives all parts back. Raises OSError."""
-        native_library.library().punch_parts(self.fd, self.arrays, len(self.offsets))
-
-
-_NONE = np.empty(0, dtype=np.int64)
-NOTHING = Leaving(-1, _NONE, _NONE)
-
-
 class Lane(Protocol):
     """A way to the file. Addresses, offsets and lengths are multiples of 4096."""
 
-    def read(
-        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
-    ) -> Sums:
-        """Reads `length` bytes from each offset to the address beside it, and gives other memory
-        back meanwhile. Returns the checksums of what was read. Raises OSError after a failure; then
-        too all is given back, and no transfer runs any more."""
+    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
+        """Reads `length` bytes from each offset to the address beside it. Returns the checksums of
+        what was read. Raises OSError after a failure; then too no transfer runs any more."""
 
     def write(self, addresses: Places, offsets: Places, length: int) -> Sums:
         """Writes, as `read` reads. Memory that changes meanwhile leaves a checksum or content that
@@ -117,17 +94,13 @@ class RingLane:
         self._lock = threading.Lock()
         self._ring: Any = native_library.library().IoRing(fd, _DEPTH, False, False)
 
-    def read(
-        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
-    ) -> Sums:
-        return self._transfer(False, addresses, offsets, length, leaving)
+    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
+        return self._transfer(False, addresses, offsets, length)
 
     def write(self, addresses: Places, offsets: Places, length: int) -> Sums:
-        return self._transfer(True, addresses, offsets, length, NOTHING)
+        return self._transfer(True, addresses, offsets, length)
 
-    def _transfer(
-        self, is_write: bool, addresses: Places, offsets: Places, length: int, leaving: Leaving
-    ) -> Sums:
+    def _transfer(self, is_write: bool, addresses: Places, offsets: Places, length: int) -> Sums:
         addresses, offsets = np.ascontiguousarray(addresses), np.ascontiguousarray(offsets)
         sums = np.empty(len(addresses), dtype=np.uint32)
         with self._lock:
@@ -137,9 +110,6 @@ class RingLane:
                 sums.ctypes.data,
                 len(addresses),
                 length,
-                leaving.fd,
-                leaving.arrays,
-                len(leaving.offsets),
             )
         return sums
 
@@ -150,10 +120,7 @@ class BlockLane:
     def __init__(self, file: BlockFile) -> None:
         self._file = file
 
-    def read(
-        self, addresses: Places, offsets: Places, length: int, leaving: Leaving = NOTHING
-    ) -> Sums:
-        leaving.give_back()
+    def read(self, addresses: Places, offsets: Places, length: int) -> Sums:
         wait_for(self._file.read, _blocks(addresses, offsets, length))
         return checksums(addresses, length)
 

@@ -21,7 +21,7 @@ RESIDENT = 1  # in memory, readable
 DIRTY = 2  # the file does not have its content
 OPEN = 4  # written at the last visit to its layer, so probably at the next one too
 WRITING = 8  # resident, on its way to the file
-BUSY = 16  # on its way to memory, or out of it
+BUSY = 16  # on its way to memory
 STORED = 32  # the file has its content, unless it is dirty
 HELD = 64  # is being copied
 CONTENT = RESIDENT | STORED | BUSY
@@ -129,26 +129,22 @@ class UnitStates:
         order = [(self.layer - i) % n for i in range(n)]  # the last visited comes again last
         return order if before is None else order[: (self.layer - before) % n]
 
-    def choose(
-        self, order: Sequence[int], slices: Sequence[int], num_bytes: int, most: int
-    ) -> list[tuple[int, Tiles]]:
-        """Returns (layer, tiles) of units to give up that have num_bytes, if there are so many, and
-        of no more than `most` units."""
+    def choose(self, order: Sequence[int], most: int) -> list[tuple[int, Tiles]]:
+        """Returns (layer, tiles) of `most` units of these layers to give up, or of as many as can
+        go."""
         chosen: list[tuple[int, Tiles]] = []
         for warmth in range(NUM_CLASSES):
             for layer in order:
-                if num_bytes <= 0 or most <= 0:
+                if most <= 0:
                     return chosen
                 if self._least_class[layer] > warmth:
                     continue
-                wanted = min(most, -(-num_bytes // slices[layer]))
                 found = self._idle(layer, warmth)
-                if len(found) <= wanted:
+                if len(found) <= most:
                     self._least_class[layer] = warmth + 1
-                found = found[:wanted]
+                found = found[:most]
                 if len(found):
                     chosen.append((layer, found))
-                    num_bytes -= len(found) * slices[layer]
                     most -= len(found)
         return chosen
 

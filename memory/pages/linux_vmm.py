@@ -18,7 +18,6 @@ _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
 _FALLOC_KEEP_SIZE = 1
 _FALLOC_PUNCH_HOLE = 2
-_MADV_NOHUGEPAGE = 15
 
 _libc = ctypes.CDLL(None, use_errno=True)  # calls release the GIL
 _libc.mmap.restype = ctypes.c_void_p
@@ -31,7 +30,6 @@ _libc.mmap.argtypes = [
     ctypes.c_long,
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long]
 
 
@@ -40,12 +38,9 @@ class LinuxMemory:
 
     maps_during_kernels = True
 
-    def __init__(self, page_bytes: int, num_pages: int, *, is_sparse: bool = False) -> None:
-        """is_sparse: `prepare` and `map` give no memory to pages: they get it where they are
-        written, and `fileno` lets the owner give it back in parts."""
+    def __init__(self, page_bytes: int, num_pages: int) -> None:
         assert page_bytes % mmap.PAGESIZE == 0, f"{page_bytes=}"
         self.page_bytes = page_bytes
-        self._is_sparse = is_sparse
         self._address = 0
         self._size = 0
         self._is_kept = False
@@ -56,7 +51,6 @@ class LinuxMemory:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         flags = mmap.MAP_SHARED | _MAP_NORESERVE
         self._pool = _mmap(0, self._pool_size, protection, flags, self._fd, 0)
-        self._keep_sparse(self._pool, self._pool_size)
 
     def reserve(self, size_bytes: int) -> int:
         assert not self._address, "one reservation per object"
@@ -66,8 +60,6 @@ class LinuxMemory:
         return self._address
 
     def prepare(self, first_page: int, num_pages: int) -> None:
-        if self._is_sparse:
-            return
         # Linux allocates at the first call and zeroes only at the second one (mm/shmem.c), or
         # at the first touch. 64 KiB: 18 + 6 us here take 34 of 49 us off `map`.
         for _ in range(2):
@@ -76,19 +68,11 @@ class LinuxMemory:
     def map(self, offset: int, first_page: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
         assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
-        flags = mmap.MAP_SHARED | _MAP_FIXED
-        if not self._is_sparse:  # populating here keeps page faults out of the kernels
-            flags |= _MAP_POPULATE
+        # Populating here keeps page faults out of the kernels.
+        flags = mmap.MAP_SHARED | _MAP_FIXED | _MAP_POPULATE
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         file_offset = first_page * self.page_bytes
         _mmap(self._address + offset, size, protection, flags, self._fd, file_offset)
-        self._keep_sparse(self._address + offset, size)
-
-    def _keep_sparse(self, address: int, size: int) -> None:
-        """Keeps the system from giving memory beside what is written, where it would give huge
-        pages to every memfd. A kernel that knows none refuses, which does no harm."""
-        if self._is_sparse:
-            _libc.madvise(address, size, _MADV_NOHUGEPAGE)
 
     def copy_page(self, source: int, target: int) -> None:
         ctypes.memmove(self.page_address(target), self.page_address(source), self.page_bytes)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -52,6 +54,16 @@ class TiledAttentionStep:
         them there, and the offset of their bounds counts from the start of its tiles."""
         assert len(starts) == len(self._counts), "one range for each sequence"
         self.plan.add_bounds(address, tile_bytes, starts)
+
+    def place_tiles(self, places: npt.NDArray[np.int64]) -> None:
+        """Makes each tile of K/V lie at its address in `places`, the tiles of the sequences one
+        after the other. Each call reads the addresses anew, so that they may change between
+        layers. Other stores stay where they are."""
+        assert not self._is_prefix_only, "rows are appended behind the tiles of a prefix"
+        assert places.dtype == np.int64 and places.flags.c_contiguous
+        assert len(places) == self.plan.num_tiles, "a place for each tile"
+        self._places = places  # the plan reads it
+        self.plan.place_tiles(places.ctypes.data)
 
     def select(self, num_selecting: Sequence[int], budgets: Sequence[int]) -> None:
         """Makes the last num_selecting[i] rows of sequence i read a part of their tiles in layers

@@ -42,11 +42,16 @@ struct LatentLayer {
 //
 // A single row may read some of its tiles alone: with `tiles`, key i of K/V head h is key i % TILE of tile
 // tiles[h * tiles_stride + i / TILE], and kv_len counts the keys of these tiles.
+//
+// Tiles lie in a row from `base` on, or each where `places` says.
 struct SequenceRows {
   uint8_t* base;
   int first_row, num_rows, kv_len, first_position;
+  uint8_t* const* places = nullptr;
   const int32_t* tiles = nullptr;
   int tiles_stride = 0;
+
+  uint8_t* tile_at(size_t tile, size_t tile_bytes) const { return places ? places[tile] : base + tile * tile_bytes; }
 };
 
 // K and V of one sequence in bf16 or fp32; strides in elements.

@@ -101,7 +101,7 @@ struct AttendCall {
 
   const uint8_t* head_at(const SequenceRows& seq, int tile, int kv_head) const {
     if (seq.tiles) tile = seq.tiles[static_cast<size_t>(kv_head) * seq.tiles_stride + tile];
-    return seq.base + static_cast<size_t>(tile) * step.tile_bytes + layer.cache.offset_bytes + kv_head * shape.bytes;
+    return seq.tile_at(static_cast<size_t>(tile), step.tile_bytes) + layer.cache.offset_bytes + kv_head * shape.bytes;
   }
   // A row attends to keys [low_of, high_of) of its position, to none if that range is empty.
   int low_of(int position) const {

@@ -206,7 +206,7 @@ class Selector {
   }
   static SequenceRows rows_of(const SequenceRows& seq, int first, int count) {
     const int position = seq.first_position + first;
-    return {seq.base, seq.first_row + first, count, std::min(position + count, seq.kv_len), position};
+    return {seq.base, seq.first_row + first, count, std::min(position + count, seq.kv_len), position, seq.places};
   }
   static bool reads_everything(const SequenceRows& seq, int before, const int* budgets) {
     for (int i = before; i < seq.num_rows; i++)

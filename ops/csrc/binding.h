@@ -38,6 +38,15 @@ class StepPlan {
     bounds_ = moved_to(cache, starts);
     bounds_tile_bytes_ = tile_bytes;
   }
+  // Makes each tile of K/V lie where `places` says, the tiles of the sequences one after the other. The caller keeps
+  // this array, and may change it between layers. Other stores stay as they are.
+  void place_tiles(uintptr_t places) {
+    uint8_t* const* at = pointer<uint8_t*>(places);
+    for (SequenceRows& seq : sequences_) {
+      seq.places = at;
+      at += (seq.kv_len + TILE - 1) / TILE;
+    }
+  }
   // Makes the last num_selecting[i] rows of sequence i read so many tiles each, where a layer has bounds.
   void select(std::vector<int> num_selecting, std::vector<int> budgets) {
     num_selecting_ = std::move(num_selecting);
@@ -67,7 +76,10 @@ class StepPlan {
   }
   std::vector<SequenceRows> moved_to(uintptr_t cache, const std::vector<size_t>& starts) const {
     std::vector<SequenceRows> moved = sequences_;
-    for (size_t i = 0; i < starts.size(); i++) moved[i].base = pointer<uint8_t>(cache) + starts[i];
+    for (size_t i = 0; i < starts.size(); i++) {
+      moved[i].base = pointer<uint8_t>(cache) + starts[i];
+      moved[i].places = nullptr;
+    }
     return moved;
   }
   std::vector<SequenceRows> sequences_, recent_, bounds_;

@@ -1,6 +1,5 @@
 #include "blocks.h"
 
-#include <fcntl.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -10,60 +9,26 @@
 
 #include "checksum.h"
 
-#if !defined(FALLOC_FL_PUNCH_HOLE)
-#define FALLOC_FL_KEEP_SIZE 1
-#define FALLOC_FL_PUNCH_HOLE 2
-#endif
-
 namespace ms {
 namespace {
 
-constexpr size_t SUBMIT_TOGETHER = 16;  // the disk works on some while the memory of others is faulted in
+constexpr size_t SUBMIT_TOGETHER = 16;  // the disk works on some while others are prepared
 constexpr size_t SECTOR = 4096;
 constexpr int MAX_TRIES = 100;
 constexpr double REAP_S = 1.0;
 constexpr useconds_t REST_US = 100000;
 
-// Gives parts of a memfd back, one call of the system after the other.
-class Punches {
- public:
-  explicit Punches(const Parts& parts) : parts_(parts) {}
-
-  bool has_more() const { return next_ < parts_.count; }
-
-  // Gives the next part back, and parts that follow it in the file.
-  void one() {
-    const int64_t start = parts_.offsets[next_];
-    int64_t end = start;
-    while (has_more() && parts_.offsets[next_] == end) end += parts_.sizes[next_++];
-    while (fallocate(parts_.fd, FALLOC_FL_KEEP_SIZE | FALLOC_FL_PUNCH_HOLE, start, end - start) != 0) {
-      if (errno == EINTR) continue;
-      if (error_ == 0) error_ = errno;
-      return;
-    }
-  }
-
-  int error() const { return error_; }
-
- private:
-  const Parts& parts_;
-  size_t next_ = 0;
-  int error_ = 0;
-};
-
 class Transfers {
  public:
-  Transfers(IoRing& ring, const Blocks& blocks, const Parts& leaving)
-      : ring_(ring), blocks_(blocks), punches_(leaving), done_(blocks.count), tries_(blocks.count) {}
+  Transfers(IoRing& ring, const Blocks& blocks)
+      : ring_(ring), blocks_(blocks), done_(blocks.count), tries_(blocks.count) {}
 
   int run() {
     while (in_flight_ > 0 || wants_to_submit()) {
       if (wants_to_submit() && has_room()) submit();
-      if (punches_.has_more()) punches_.one();
-      reap(punches_.has_more() || (wants_to_submit() && has_room()) ? 0 : 1);
+      reap(wants_to_submit() && has_room() ? 0 : 1);
     }
-    while (punches_.has_more()) punches_.one();
-    return error_ != 0 ? error_ : punches_.error();
+    return error_;
   }
 
  private:
@@ -138,7 +103,6 @@ class Transfers {
 
   IoRing& ring_;
   const Blocks& blocks_;
-  Punches punches_;
   std::vector<size_t> done_;  // bytes of each block
   std::vector<int> tries_;    // of each block without progress
   std::deque<size_t> again_;  // blocks to be submitted again
@@ -148,14 +112,6 @@ class Transfers {
 
 }  // namespace
 
-int transfer_blocks(IoRing& ring, const Blocks& blocks, const Parts& leaving) {
-  return Transfers(ring, blocks, leaving).run();
-}
-
-int punch(const Parts& parts) {
-  Punches punches(parts);
-  while (punches.has_more()) punches.one();
-  return punches.error();
-}
+int transfer_blocks(IoRing& ring, const Blocks& blocks) { return Transfers(ring, blocks).run(); }
 
 }  // namespace ms

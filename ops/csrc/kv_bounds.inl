@@ -69,8 +69,8 @@ void bound_keys(const Step& step, const CacheLayer& layer, const KeyBounds& boun
     const SequenceRows& seq = step.sequences[s];
     const int end = (seq.first_position + seq.num_rows) / TILE;
     for (size_t tile = seq.first_position / TILE; tile < static_cast<size_t>(end); tile++)
-      tiles.push_back({seq.base + tile * step.tile_bytes + layer.offset_bytes,
-                       bounds.step.sequences[s].base + tile * bounds.step.tile_bytes + bounds.offset});
+      tiles.push_back({seq.tile_at(tile, step.tile_bytes) + layer.offset_bytes,
+                       bounds.step.sequences[s].tile_at(tile, bounds.step.tile_bytes) + bounds.offset});
   }
   if (tiles.empty()) return;
   const HeadShape shape(layer);

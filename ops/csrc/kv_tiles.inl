@@ -128,7 +128,7 @@ class LaneBlocks {
     const int position = seq.first_position + row_ - seq.first_row;
     t_ = position % TILE;
     is_cold_ = is_first || t_ % 2 == 0 || row_ == seq.first_row;
-    tile_ = seq.base + static_cast<size_t>(position / TILE) * step_.tile_bytes + layer_.offset_bytes;
+    tile_ = seq.tile_at(static_cast<size_t>(position / TILE), step_.tile_bytes) + layer_.offset_bytes;
   }
 
   const Step& step_;

@@ -228,6 +228,7 @@ NB_MODULE(_native, m) {
       .def("add_recent", &StepPlan::add_recent)
       .def("add_bounds", &StepPlan::add_bounds)
       .def_prop_ro("num_tiles", &StepPlan::num_tiles)
+      .def("place_tiles", &StepPlan::place_tiles)
       .def("select", &StepPlan::select);
   nb::class_<QuantizedAttention>(m, "QuantizedAttention")
       .def(nb::init<size_t, int, int, int, int, int, float, int, float, std::vector<float>, std::vector<float>, size_t,

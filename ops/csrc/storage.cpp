@@ -46,24 +46,13 @@ void check(int number, const char* call) {
 
 using Addresses = std::pair<uintptr_t, uintptr_t>;
 
-Parts parts_of(int fd, Addresses arrays, size_t count) {
-  return {fd, pointer<int64_t>(arrays.first), pointer<int64_t>(arrays.second), count};
-}
-
 // places: addresses of the int64 arrays of memory addresses and file offsets; sums: of a uint32
-// array. leaving: of the int64 arrays of offsets and sizes of parts of leaving_fd.
-void transfer(IoRing& ring, bool is_write, Addresses places, uintptr_t sums, size_t count, size_t length, int leaving_fd,
-              Addresses leaving, size_t num_leaving) {
+// array.
+void transfer(IoRing& ring, bool is_write, Addresses places, uintptr_t sums, size_t count, size_t length) {
   const Blocks blocks{is_write, pointer<int64_t>(places.first), pointer<int64_t>(places.second), pointer<uint32_t>(sums),
                       count, length};
   nb::gil_scoped_release release;
-  check(transfer_blocks(ring, blocks, parts_of(leaving_fd, leaving, num_leaving)),
-        is_write ? "writing blocks" : "reading blocks");
-}
-
-void punch_parts(int fd, Addresses arrays, size_t count) {
-  nb::gil_scoped_release release;
-  check(punch(parts_of(fd, arrays, count)), "fallocate");
+  check(transfer_blocks(ring, blocks), is_write ? "writing blocks" : "reading blocks");
 }
 
 void as_os_error(const std::exception_ptr& thrown, void*) {
@@ -85,7 +74,6 @@ void bind_storage(nb::module_& m) {
       .def("submit", &submit)
       .def("reap", &reap)
       .def("transfer_blocks", &transfer);
-  m.def("punch_parts", &punch_parts);
   m.def("checksum", [](uintptr_t address, size_t size) {
     if (size <= 240) throw nb::value_error("the checksum needs more than 240 bytes");
     nb::gil_scoped_release release;

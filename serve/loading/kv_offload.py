@@ -18,7 +18,8 @@ from pathlib import Path
 from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
 from memory.attention.seam import AttentionLayer
-from memory.kv_manager import MAX_MAPPINGS, KVManager
+from memory.kv_manager import KVManager
+from memory.offload.frames import Frames
 from memory.offload.offloaded_memory import OffloadedMemory
 from memory.offload.residency import Residency
 from memory.offload.scratch_file import open_file
@@ -190,12 +191,13 @@ def open_offloaded(
                 tile_bytes=layout.tile_bytes,
             )
         undo.callback(memory.close)
-        slices = list(zip(layout.offsets, layout.unit_bytes, strict=True))
+        frame_bytes = max(layout.unit_bytes)
+        with reserving(sizes.resident_bytes, "kv_cache_bytes"):
+            frames = Frames(frame_bytes, sizes.resident_bytes // frame_bytes)
+        undo.callback(frames.close)
         with _opening(folder):
-            units = Residency(memory, file, slices, layout.tile_bytes, sizes.resident_bytes)
+            units = Residency(memory, file, frames, layout.unit_bytes)
         undo.callback(units.close)
-        # bounds have a reservation with as many mappings
-        most = MAX_MAPPINGS // 2 if layout.has_bounds else MAX_MAPPINGS
         kv = KVManager(
             memory,
             num_pages=pages.num_pages,
@@ -204,15 +206,12 @@ def open_offloaded(
             groups=pages.groups,
             max_rows=config.chunk_tokens,
             in_background=has_idle_core(config.compute_threads),
-            max_mappings=most,
-            most_mappings=most,
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
-            address = memory.reserve(kv.total_bytes)
+            memory.reserve(kv.total_bytes)
         undo.pop_all()
     attention = OffloadedAttention(
         layout,
-        address,
         memory.bounds_address,
         units,
         memory.pool_tiles,

@@ -1,10 +1,12 @@
-"""Attention over K/V of which only the units are in memory that a layer has asked for: the others
-are zeros there, so that the bits differ if one is missing."""
+"""Attention over K/V of which only the units are in memory that a layer has asked for, each in
+another place each time: the others are at an address without memory, and what units have left is
+overwritten."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import random
 
 import numpy as np
 import pytest
@@ -32,10 +34,16 @@ RANGES = 3
 
 
 class Units:
-    """Keeps the asked units in the buffer and moves all others away."""
+    """Keeps the asked units in a buffer, at random places, and moves all others away."""
 
-    def __init__(self, layout: OffloadedKVLayout, address: int) -> None:
-        self._layout, self._address = layout, address
+    def __init__(self, layout: OffloadedKVLayout) -> None:
+        self._layout = layout
+        self._frame = max(layout.unit_bytes)
+        size = RANGES * TILES * self._frame
+        self._buffer = ctypes.create_string_buffer(b"\xff" * (size + UNIT_ALIGNMENT))
+        first = ctypes.addressof(self._buffer)
+        self._address = first + -first % UNIT_ALIGNMENT
+        self._places: dict[tuple[int, int], int] = {}
         self._away: dict[tuple[int, int], bytes] = {}
         self.asked: list[tuple[int, list[int]]] = []
         self.ahead: list[tuple[int, list[int]]] = []
@@ -51,12 +59,17 @@ class Units:
         self.end()
         self.asked.append((layer, read.tolist()))
         new = set(written[fresh].tolist())
+        frames = random.sample(range(RANGES * TILES), RANGES * TILES)
         for tile in {*read.tolist(), *written.tolist()}:
             content = self._away.pop((layer, tile), None)
+            self._places[layer, tile] = self._address + frames.pop() * self._frame
             if tile not in new:
                 assert content is not None, f"tile {tile} of layer {layer} was never written"
-                ctypes.memmove(self._at(layer, tile), content, len(content))
+                ctypes.memmove(self._places[layer, tile], content, len(content))
             self._held.append((layer, tile))
+
+    def locate(self, layer: int, tiles: TileNumbers, places: TileNumbers) -> None:
+        places[:] = [self._places.get((layer, tile), 0) for tile in tiles.tolist()]
 
     def fetch_ahead(self, layer: int, tiles: TileNumbers) -> None:
         assert len(set(tiles.tolist())) == len(tiles)
@@ -65,16 +78,14 @@ class Units:
     def end(self) -> None:
         for layer, tile in self._held:
             size = self._layout.unit_bytes[layer]
-            self._away[layer, tile] = ctypes.string_at(self._at(layer, tile), size)
-            ctypes.memset(self._at(layer, tile), 0, size)
+            place = self._places.pop((layer, tile))
+            self._away[layer, tile] = ctypes.string_at(place, size)
+            ctypes.memset(place, 0xFF, size)
         self._held = []
 
     @property
     def num_held(self) -> int:
         return len(self._held)
-
-    def _at(self, layer: int, tile: int) -> int:
-        return self._address + tile * self._layout.tile_bytes + self._layout.offsets[layer]
 
 
 class Offloaded:
@@ -83,20 +94,17 @@ class Offloaded:
     def __init__(self, selection: Selection | None = None, max_tiles: int = 10**9) -> None:
         self.layout = OffloadedKVLayout(LAYERS, 64, has_bounds=selection is not None)
         self.layout.pad_bounds(1)
-        size = RANGES * TILES * max(self.layout.tile_bytes, self.layout.bounds_tile_bytes)
-        self._buffers = [ctypes.create_string_buffer(size + UNIT_ALIGNMENT) for _ in range(2)]
-        address, bounds = (
-            ctypes.addressof(each) + -ctypes.addressof(each) % UNIT_ALIGNMENT
-            for each in self._buffers
-        )
-        self.units = Units(self.layout, address)
+        size = RANGES * TILES * self.layout.bounds_tile_bytes
+        self._bounds = ctypes.create_string_buffer(size + UNIT_ALIGNMENT)
+        bounds = ctypes.addressof(self._bounds) + -ctypes.addressof(self._bounds) % UNIT_ALIGNMENT
+        self.units = Units(self.layout)
 
         def pool_tiles(start_bytes: int, first_tile: int, count: int) -> TileNumbers:
             first = start_bytes // self.layout.tile_bytes + first_tile
             return np.arange(first, first + count, dtype=np.int64)
 
         self.attention = OffloadedAttention(
-            self.layout, address, bounds, self.units, pool_tiles, selection, max_tiles
+            self.layout, bounds, self.units, pool_tiles, selection, max_tiles
         )
 
 
@@ -235,4 +243,4 @@ def test_bounds_of_a_page_fill_whole_system_pages(tiles_per_page: int) -> None:
     assert layout.bounds_tile_bytes * tiles_per_page % UNIT_ALIGNMENT == 0
     assert layout.bounds_tile_bytes % 64 == 0
     assert before <= layout.bounds_tile_bytes < before + UNIT_ALIGNMENT
-    assert all(offset % UNIT_ALIGNMENT == 0 for offset in (*layout.offsets, layout.tile_bytes))
+    assert all(size % UNIT_ALIGNMENT == 0 for size in (*layout.unit_bytes, layout.tile_bytes))

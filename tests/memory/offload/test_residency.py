@@ -31,7 +31,6 @@ def test_random_steps_against_a_model(tmp_path, monkeypatch, seed, io):
                 kv.copy(*dice.sample(range(16), 2))
         counts = kv.residency.counts()
         assert counts.fetched_bytes > 0 and counts.written_bytes > 0
-        assert counts.resident_bytes >= kv.memory_bytes()
         assert 0 < counts.units_held < counts.units_read
 
 

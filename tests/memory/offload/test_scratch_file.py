@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
 import os
@@ -14,8 +13,7 @@ import numpy as np
 import pytest
 
 from memory.offload import scratch_file
-from memory.offload.scratch_file import Leaving, checksums, open_file
-from memory.pages.linux_vmm import LinuxMemory
+from memory.offload.scratch_file import checksums, open_file
 from memory.tiers.direct_io import address_of
 
 BLOCK = 4096
@@ -66,27 +64,6 @@ def test_a_failure_ends_the_call_and_no_other_one(file, memory):
         lane.read(base + places, across, UNIT)
     sums = lane.write(base + places, places, UNIT)
     assert (lane.read(base + NUM * UNIT + places, places, UNIT) == sums).all()
-
-
-@pytest.mark.parametrize("is_wrong", [False, True])
-def test_memory_is_given_back_while_others_are_read(file, memory, is_wrong):
-    lane, places = file.lane(), np.arange(NUM) * UNIT
-    sums = lane.write(address_of(memory) + places, places, UNIT)
-    kv = LinuxMemory(NUM * UNIT, 2, is_sparse=True)
-    try:
-        ctypes.memset(kv.page_address(0), 1, NUM * UNIT)
-        leaving = Leaving(kv.fileno(), places, np.full(NUM, UNIT))
-        if is_wrong:
-            with pytest.raises(OSError, match="Errno 5"):
-                lane.read(address_of(memory) + places, places + 2 * BLOCK, UNIT, leaving)
-        else:
-            read = lane.read(kv.page_address(1) + places, places, UNIT, leaving)
-            assert (read == sums).all()
-            assert ctypes.string_at(kv.page_address(1), NUM * UNIT) == memory[: NUM * UNIT]
-        num_bytes = os.fstat(kv.fileno()).st_blocks * 512
-        assert num_bytes == (0 if is_wrong else NUM * UNIT)
-    finally:
-        kv.close()
 
 
 def test_an_address_without_memory(file):
@@ -169,25 +146,3 @@ def is_deleted_in(pid, fd, directory):
     """Returns whether it is a file of the directory without a name."""
     target = os.readlink(f"/proc/{pid}/fd/{fd}")
     return target.startswith(str(directory)) and target.endswith("(deleted)")
-
-
-def test_memory_is_given_back():
-    memory = LinuxMemory(8 * BLOCK, 2, is_sparse=True)
-    try:
-        memory.prepare(0, 2)
-        memory.reserve(16 * BLOCK)
-        memory.map(0, 0, 2)
-        assert os.fstat(memory.fileno()).st_blocks == 0
-        address = memory.page_address(0)
-        buffer = (ctypes.c_char * (16 * BLOCK)).from_address(address)
-        buffer[:] = b"x" * (16 * BLOCK)
-        offsets = np.array([0, BLOCK, 2 * BLOCK, 5 * BLOCK, 15 * BLOCK])
-        sizes = np.full(5, BLOCK)
-        Leaving(memory.fileno(), offsets, sizes).give_back()
-        assert os.fstat(memory.fileno()).st_blocks * 512 == 11 * BLOCK
-        empty = [i for i in range(16) if buffer[i * BLOCK] == b"\0"]
-        assert empty == [0, 1, 2, 5, 15]
-    finally:
-        memory.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        Leaving(-1, offsets, sizes).give_back()

@@ -17,9 +17,9 @@ def filled(num_layers=4):
 
 
 def chosen(states, num, order=None):
-    """Returns (layer, tile) of the units that leave first, each of one byte."""
+    """Returns (layer, tile) of the units that leave first."""
     order = states.farthest_first() if order is None else order
-    victims = states.choose(order, [1] * states.num_layers, num, 1000)
+    victims = states.choose(order, num)
     return [(layer, tile) for layer, tiles in victims for tile in tiles.tolist()]
 
 

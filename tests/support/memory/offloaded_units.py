@@ -10,9 +10,12 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from memory.offload.frames import Frames
 from memory.offload.offloaded_memory import OffloadedMemory
 from memory.offload.residency import Residency
 from memory.offload.scratch_file import BlockLane, Lane, ScratchFile, open_file
+from memory.offload.unit_pool import NOWHERE
+from memory.offload.unit_states import BUSY, RESIDENT
 from memory.tiers.direct_io import open_block_file
 from tests.support.memory.faulty_storage import FaultyFile, Plan
 
@@ -21,7 +24,7 @@ BLOCK = 4096
 
 class Units:
     """All pages of a pool are mapped in one range, page n at slot n. Bytes are read and written
-    there, as attention does."""
+    where units are, as attention does."""
 
     def __init__(
         self,
@@ -36,7 +39,6 @@ class Units:
     ) -> None:
         """plan: what goes wrong with transfers."""
         self.sizes = list(sizes)
-        self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
         self.tile_bytes = sum(sizes) + BLOCK  # with padding
         self.num_tiles = num_pages * tiles_per_page
         self.max_bytes = max_bytes or 2 * max(sizes) * self.num_tiles
@@ -44,12 +46,12 @@ class Units:
         self.memory = OffloadedMemory(
             page_bytes, num_pages, bounds_page_bytes, tile_bytes=self.tile_bytes
         )
-        self.base = self.memory.reserve(num_pages * page_bytes)
+        self.memory.reserve(num_pages * page_bytes)
         self.memory.map(0, 0, num_pages)
         self.scratch = open_file(directory, sum(sizes) * self.num_tiles)
         file = self.scratch if plan is None else FaultyUnits(self.scratch, plan)
-        slices = list(zip(self.offsets, self.sizes, strict=True))
-        self.residency = Residency(self.memory, file, slices, self.tile_bytes, self.max_bytes)
+        frames = Frames(max(sizes), self.max_bytes // max(sizes))
+        self.residency = Residency(self.memory, file, frames, self.sizes)
         self.model: dict[tuple[int, int], bytes] = {}
 
     def close(self) -> None:
@@ -95,7 +97,10 @@ class Units:
         self.model[layer, tile] = content
 
     def address(self, layer: int, tile: int) -> int:
-        return self.base + tile * self.tile_bytes + self.offsets[layer]
+        place = np.zeros(1, dtype=np.int64)
+        self.residency.locate(layer, np.array([tile]), place)
+        assert place[0] != NOWHERE, f"{layer=} {tile=} is not in memory"
+        return int(place[0])
 
     def write_all(self) -> None:
         """Gives every unit content."""
@@ -141,8 +146,17 @@ class Units:
         raise AssertionError("all units are in memory")
 
     def memory_bytes(self) -> int:
-        """The memory that the K/V takes, as the system counts it."""
-        return os.fstat(self.memory.fileno()).st_blocks * 512
+        """The memory of the frames that units have, each its own."""
+        pool = self.residency._pool
+        with pool.lock:
+            used = pool.places[pool.places != NOWHERE]
+            numbers, rest = np.divmod(used - pool.frames.address, pool.frames.frame_bytes)
+            assert len(np.unique(used)) == len(used) and (rest == 0).all()
+            assert ((numbers >= 0) & (numbers < pool.frames.num_frames)).all()
+            assert len(used) * pool.frames.frame_bytes == pool.frames.used_bytes
+            is_here = (pool.states.flags & (RESIDENT | BUSY)) != 0
+            assert ((pool.places != NOWHERE) == is_here).all()
+        return len(used) * pool.frames.frame_bytes
 
     def flip_byte(self, layer: int, tile: int) -> None:
         """Changes a byte of a unit in the file."""
