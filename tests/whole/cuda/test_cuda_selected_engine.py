@@ -37,7 +37,7 @@ SETTINGS = {
     "max_num_batched_tokens": 64,
     "kv_cache_bytes": 8 << 20,
 }
-SMALL = "quest:budget=32"
+SMALL, LARGER = "quest:budget=32,least=1", "quest:budget=48,least=1"
 
 
 def model() -> str:
@@ -150,16 +150,21 @@ def test_a_prefix_hit_and_drafts_change_no_token():
         assert llm._loaded.selection.num_read < llm._loaded.selection.num_held
 
 
-def test_a_request_reads_everything_where_it_says_so():
-    """Beside another that selects, in the same steps."""
-    prompts = [{"prompt_token_ids": text(58, seed=3)}] * 2
-    several, found = [params(8), params(8, kv_policy="off")], {}
-    for policy in ("off", SMALL):
+def test_a_request_reads_what_its_own_policy_says():
+    """Beside others that read more or less, in the same steps."""
+    prompt, policies, alone = {"prompt_token_ids": text(58, seed=3)}, (SMALL, LARGER, "off"), []
+
+    def said(llm, own):
+        asked = [params(8, kv_policy=policy) for policy in own]
+        outputs = llm.generate([prompt] * len(own), asked, use_tqdm=False)
+        return [(x.outputs[0].token_ids, x.outputs[0].cumulative_logprob) for x in outputs]
+
+    for policy in policies:
         with LLM(model(), kv_policy=policy, speculation="off", **SETTINGS) as llm:
-            outputs = [x.outputs[0] for x in llm.generate(prompts, several, use_tqdm=False)]
-            found[policy] = [(x.token_ids, x.cumulative_logprob) for x in outputs]
-    chosen, everything = found[SMALL]
-    assert everything == found["off"][1] != chosen
+            alone += said(llm, [None])
+            if policy == SMALL:
+                together = said(llm, policies)
+    assert together == alone and len(set(map(str, alone))) == 3
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
