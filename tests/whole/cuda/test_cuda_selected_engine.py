@@ -152,19 +152,16 @@ def test_a_prefix_hit_and_drafts_change_no_token():
 
 def test_a_request_reads_what_its_own_policy_says():
     """Beside others that read more or less, in the same steps."""
-    prompt, policies, alone = {"prompt_token_ids": text(58, seed=3)}, (SMALL, LARGER, "off"), []
-
-    def said(llm, own):
-        asked = [params(8, kv_policy=policy) for policy in own]
-        outputs = llm.generate([prompt] * len(own), asked, use_tqdm=False)
-        return [(x.outputs[0].token_ids, x.outputs[0].cumulative_logprob) for x in outputs]
-
-    for policy in policies:
+    prompts, found = [{"prompt_token_ids": text(58, seed=3)}] * 3, {}
+    for policy, own in ((SMALL, LARGER), (LARGER, SMALL), ("off", None)):
+        several = [params(4, kv_policy=one) for one in (None, own, "off")]
         with LLM(model(), kv_policy=policy, speculation="off", **SETTINGS) as llm:
-            alone += said(llm, [None])
-            if policy == SMALL:
-                together = said(llm, policies)
-    assert together == alone and len(set(map(str, alone))) == 3
+            outputs = [x.outputs[0] for x in llm.generate(prompts, several, use_tqdm=False)]
+            found[policy] = [(x.token_ids, x.cumulative_logprob) for x in outputs]
+    small, larger, everything = found[SMALL]
+    assert found[LARGER] == [larger, small, everything]
+    assert everything == found["off"][2]
+    assert small != larger != everything != small
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
