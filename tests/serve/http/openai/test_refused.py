@@ -145,7 +145,7 @@ BOTH_REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"priority": -(2**31) - 1}, "priority", "invalid_value"),
     ({"priority": -(10**18)}, "priority", "invalid_value"),
     ({"cache_salt": "a b"}, "cache_salt", "invalid_value"),
-    ({"kv_policy": "quest:budget=100%"}, "kv_policy", "invalid_value"),
+    ({"kv_policy": "quest:budget=101%"}, "kv_policy", "invalid_value"),
     ({"kv_policy": "quest:budget=25"}, "kv_policy", "invalid_value"),
     ({"kv_policy": "none"}, "kv_policy", "invalid_value"),
     ({"kv_policy": "quest:budget=" + "1" * 99}, "kv_policy", "string_above_max_length"),
