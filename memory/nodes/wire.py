@@ -45,6 +45,7 @@ _APPEND = struct.Struct("<III")
 _PROMPT = struct.Struct("<I")
 _BUDGET = struct.Struct("<IId")  # tokens least share; zeros: that of the session
 _COUNTS = struct.Struct("<III")
+_MOST_TOKENS = (1 << 32) - 1  # no sequence has as many
 
 
 class WireError(Exception):
@@ -259,7 +260,8 @@ def read_plan(message: memoryview, *, selects: bool = False) -> NodePlan:
 def _pack_budget(policy: KVPolicy | None) -> bytes:
     if policy is None:
         return _BUDGET.pack(0, 0, 0.0)
-    return _BUDGET.pack(policy.tokens or 0, policy.least, policy.share or 0.0)
+    tokens, least = (min(number, _MOST_TOKENS) for number in (policy.tokens or 0, policy.least))
+    return _BUDGET.pack(tokens, least, policy.share or 0.0)
 
 
 def _budget(tokens: int, least: int, share: float) -> KVPolicy | None:

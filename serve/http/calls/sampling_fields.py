@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memory.policies.setting import MAX_CHARS, OFF, SELECTIONS, parse_kv_policy
+from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_kv_policy
 from serve.errors import RequestError
 from serve.http.calls.reasoning_fields import BUDGET_FIELD
 from serve.http.calls.structured_fields import STRUCTURED_FIELDS, structured_output
@@ -71,8 +71,8 @@ _KV_POLICY = Parsed(
     {
         "type": "string",
         "maxLength": MAX_CHARS,
-        "pattern": f"^({OFF}|({'|'.join(SELECTIONS)}):budget="
-        "([1-9][0-9]{2,6}|[1-9][0-9]?(\\.[0-9]{1,3})?%(,least=[1-9][0-9]{0,5})?))$",
+        "pattern": f"^({OFF}|({'|'.join(POLICIES)}):budget="
+        "([1-9][0-9]{2,6}|(100|[1-9][0-9]?(\\.[0-9]{1,3})?)%(,least=[1-9][0-9]{0,5})?))$",
     },
 )
 

@@ -64,6 +64,12 @@ def test_budgets_follow_where_queries_have_their_own(epoch, number, plan):
                 read_plan(message[:-cut], selects=True)
 
 
+def test_a_budget_beyond_all_sequences_is_sent_as_the_largest():
+    plan = NodePlan([], [Query(0, 1, 40)], [], [5], [KVPolicy("quest", tokens=10**40)])
+    [found] = read_plan(view(pack_plan(1, 1, plan)), selects=True).policies
+    assert found == KVPolicy("quest", tokens=2**32 - 1)
+
+
 @pytest.mark.parametrize(
     "budget",
     [
