@@ -151,17 +151,15 @@ def test_a_prefix_hit_and_drafts_change_no_token():
 
 
 def test_a_request_reads_what_its_own_policy_says():
-    """Beside others that read more or less, in the same steps."""
-    prompts, found = [{"prompt_token_ids": text(58, seed=3)}] * 3, {}
-    for policy, own in ((SMALL, LARGER), (LARGER, SMALL), ("off", None)):
-        several = [params(4, kv_policy=one) for one in (None, own, "off")]
+    """Beside others that read more or less, in the same steps; whichever is the engine's own."""
+    prompts, found = [{"prompt_token_ids": text(58, seed=3)}] * 3, []
+    for policy, own in ((SMALL, (None, LARGER)), (LARGER, (SMALL, None))):
+        several = [params(3, kv_policy=one) for one in (*own, "off")]
         with LLM(model(), kv_policy=policy, speculation="off", **SETTINGS) as llm:
             outputs = [x.outputs[0] for x in llm.generate(prompts, several, use_tqdm=False)]
-            found[policy] = [(x.token_ids, x.cumulative_logprob) for x in outputs]
-    small, larger, everything = found[SMALL]
-    assert found[LARGER] == [larger, small, everything]
-    assert everything == found["off"][2]
-    assert small != larger != everything != small
+            found.append([x.cumulative_logprob for x in outputs])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3, "each budget reads something else"
 
 
 @pytest.mark.parametrize("family", ["lfm2", "gpt_oss"])
