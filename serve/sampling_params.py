@@ -10,6 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
+from memory.policies.setting import OFF, parse_kv_policy
 from serve.errors import RequestError
 from serve.parameter_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
@@ -76,8 +77,9 @@ class SamplingParams:
     shown_special_tokens: special tokens that are part of the text although skip_special_tokens
     is set, for parsers of the model's markup.
     cache_salt: a prefix is shared only between requests with the same salt.
-    kv_policy: "off" reads all K/V where the engine's kv_policy selects what is read; None: as the
-    engine does.
+    kv_policy: "off" reads and keeps all K/V where the engine's kv_policy selects or drops some; a
+    budget of its own, such as "quest:budget=25%", where the engine selects; None: as the engine
+    does.
     priority: where the engine's order is "priority", a lower one runs first.
     thinking_token_budget: the most tokens of reasoning; then the model is made to end it. 0: no
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
@@ -158,8 +160,8 @@ class SamplingParams:
             check_int("thinking_token_budget", self.thinking_token_budget, UNBOUNDED, SEED_LIMIT)
         if self.prediction is not None and not (self.prediction and type(self.prediction) is str):
             raise RequestError("prediction must be a text that is not empty", param="prediction")
-        if self.kv_policy not in (None, "off"):
-            raise RequestError('kv_policy must be "off"', param="kv_policy")
+        if self.kv_policy not in (None, OFF):
+            self._check_kv_policy()
         check_int("priority", self.priority, -PRIORITY_LIMIT, PRIORITY_LIMIT - 1)
         if self.answers_so_far and len(self.answers_so_far) != self.n:
             raise RequestError(
@@ -170,6 +172,12 @@ class SamplingParams:
         self._check_logit_bias()
         self._check_cache_salt()
         self._check_masks()
+
+    def _check_kv_policy(self) -> None:
+        try:
+            parse_kv_policy(self.kv_policy)
+        except ValueError as error:
+            raise RequestError(f"kv_policy {error}", param="kv_policy") from None
 
     def _check_stops(self) -> None:
         if len(self.stop_strings) > MAX_STOP_STRINGS:

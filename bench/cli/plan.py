@@ -4,19 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from bench.common.cli_options import whole_numbers
 from bench.plan.quantities import parse_seconds, parse_token_list, parse_tokens
+from serve.cli.config_file import parse_size
 from serve.cli.reporting import reported, set_up_logging
 from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 
+if TYPE_CHECKING:
+    from bench.plan.kv_beyond_memory import KVOffload
+
 _LOAD = "Load, SLO and budget"
 _GRID = "Many GPUs for one long prompt"
 _PARTED = "Prompts apart from answers"
+_OFFLOAD = "K/V beyond memory"
 NOT_SERVED = 3  # exit code
 
 
@@ -127,6 +132,47 @@ def plan(
             rich_help_panel=_PARTED,
         ),
     ] = None,
+    kv_offload_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Also predict K/V of one --machine that is in a file beyond memory.",
+            rich_help_panel=_OFFLOAD,
+        ),
+    ] = None,
+    kv_cache_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="K/V in memory then; by default 40 % of the free memory, as a server takes.",
+            show_default=False,
+            rich_help_panel=_OFFLOAD,
+        ),
+    ] = None,
+    kv_policy: Annotated[
+        str | None,
+        typer.Option(help="off, or quest:budget=12%.", rich_help_panel=_OFFLOAD),
+    ] = None,
+    kv_offload_dir: Annotated[
+        Path | None,
+        typer.Option(
+            help="Where the disk is measured; by default the user's cache.",
+            show_default=False,
+            rich_help_panel=_OFFLOAD,
+        ),
+    ] = None,
+    disk_rate: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Bytes a second of the disk instead, such as 500M.",
+            show_default=False,
+            rich_help_panel=_OFFLOAD,
+        ),
+    ] = None,
     top: Annotated[int, typer.Option(help="Rows of the comparison.")] = 15,
     hardware: Annotated[
         Path | None,
@@ -161,10 +207,17 @@ def plan(
             return
         budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
         others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
+        in_file: dict[str, Any] = {
+            "kv-offload-bytes": kv_offload_bytes,
+            "kv-cache-bytes": kv_cache_bytes,
+            "disk-rate": disk_rate,
+            "kv-policy": kv_policy,
+            "kv-offload-dir": kv_offload_dir,
+        }
         common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "json_file": json_file}
         if any(option is not None for option in (gpus, tbt, gpus_per_server)):
             load = {"prompt": prompt, "output": output, "tpot": tpot, "batch": batch}
-            others |= {"prefill-apart": prefill_apart, "rate": rate}
+            others |= {"prefill-apart": prefill_apart, "rate": rate, **in_file}
             _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
             _plan_grids(
                 model,
@@ -181,7 +234,7 @@ def plan(
             return
         common |= {"ttft_s": parse_seconds("ttft", ttft, "ms"), "tpot_ms": tpot}
         if prefill_apart is not None or rate is not None:
-            others |= {"batch": batch, "context": context, "hardware": hardware}
+            others |= {"batch": batch, "context": context, "hardware": hardware, **in_file}
             _refuse(budget | others, "cannot be used with prefill-apart")
             lengths = prompt, output
             _plan_parted(model, prefill_apart, machine or [], lengths, rate=rate, **common)
@@ -197,6 +250,7 @@ def plan(
             usd_per_h=usd_per_h,
             usd_per_m=usd_per_m,
             disaggregated=disaggregated,
+            offload=_offload(in_file),
             top=top,
             png_file=png_file,
             **common,
@@ -208,6 +262,21 @@ def _plan_machines(model: str, *, batches: Sequence[int] | None, **options: Any)
 
     if not run.is_served(run.run(model, batches=batches or run.BATCHES, **options)):
         raise typer.Exit(NOT_SERVED)
+
+
+def _offload(options: Mapping[str, Any]) -> KVOffload | None:
+    """Returns what the options say of K/V in a file; None if they say nothing."""
+    from bench.plan.kv_beyond_memory import KVOffload
+
+    file_bytes, memory_bytes, rate, policy, folder = options.values()
+    for name, value in options.items():
+        if value is not None and file_bytes is None:
+            raise ConfigError(f"{name} needs kv-offload-bytes")
+        if value == 0:
+            raise ConfigError(f"{name} must be above 0")
+    if file_bytes is None:
+        return None
+    return KVOffload(file_bytes, memory_bytes, policy or "off", rate, folder)
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -31,17 +31,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 from rich.table import Column, Table
 
 from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
+from bench.common.random_reads import disk_rate
 from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
 from memory.attention.seam import Attention, AttentionStep
 from memory.attention.tiled import TiledLocalPlan
-from memory.offload.scratch_file import open_file
 from memory.offload.unit_pool import OffloadCounts
 from memory.policies.setting import OFF
 from quant.kv import TILE_TOKENS
@@ -53,8 +52,6 @@ from serve.models import read_spec
 _FILLED = 2048  # tokens stored at once
 _PROMPT_ROWS = 256
 _SPARE = 512  # tokens of a sequence behind its context
-_DISK_S = 1.0
-_AT_ONCE = 256  # reads
 _POLICIES = (OFF, "quest:budget=12%", "quest:budget=6%")
 
 
@@ -186,27 +183,6 @@ class Decoding:
 def _token_bytes(model: str) -> int:
     """Returns the K/V of a token in a file."""
     return OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).token_bytes
-
-
-def disk_rate(folder: str, unit_bytes: int, total_bytes: int = 1 << 30) -> float:
-    """Returns the bytes a second of direct reads of unit_bytes at random places."""
-    file = open_file(folder, total_bytes)
-    count = total_bytes // unit_bytes
-    memory = torch.ones(_AT_ONCE * unit_bytes + 4096, dtype=torch.uint8)
-    address = memory.data_ptr() + -memory.data_ptr() % 4096
-    addresses = address + np.arange(_AT_ONCE, dtype=np.int64) * unit_bytes
-    lane, rng = file.lane(), np.random.default_rng(0)
-    for first in range(0, count - _AT_ONCE + 1, _AT_ONCE):
-        lane.write(addresses, (first + np.arange(_AT_ONCE)) * unit_bytes, unit_bytes)
-    began, num_bytes = time.perf_counter(), 0
-    while time.perf_counter() - began < _DISK_S:
-        places = rng.integers(0, count // _AT_ONCE * _AT_ONCE, _AT_ONCE) * unit_bytes
-        lane.read(addresses, places, unit_bytes)
-        num_bytes += _AT_ONCE * unit_bytes
-    rate = num_bytes / (time.perf_counter() - began)
-    del lane
-    file.close()
-    return rate
 
 
 def long_checkpoint(shape: str, num_tokens: int, folder: str) -> str:

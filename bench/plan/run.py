@@ -17,6 +17,7 @@ from bench.plan.beyond_memory import beyond_memory, print_beyond
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
+from bench.plan.kv_beyond_memory import KVOffload, kv_beyond_memory, print_kv_beyond
 from bench.plan.plots import plot
 from bench.plan.search import Budget, all_machines, rank, rank_splits
 from bench.plan.serving import Load, Slo
@@ -46,6 +47,7 @@ def run(
     usd_per_h: float | None = None,
     usd_per_m: float | None = None,
     disaggregated: bool = False,
+    offload: KVOffload | None = None,
     top: int = 15,
     json_file: Path | None = None,
     png_file: Path | None = None,
@@ -59,7 +61,8 @@ def run(
     prompt and output are a request's tokens; None takes PROMPT and OUTPUT, or what the context has
     room for. batches and contexts are the rows and columns of one machine's table. ttft_s and
     tpot_ms are the SLO, usd_per_h and usd_per_m (dollars per million output tokens) the budget.
-    disaggregated also ranks pairs of compute and memory devices. top is the number of rows of the
+    disaggregated also ranks pairs of compute and memory devices. offload: K/V of the one machine
+    that is also in a file. top is the number of rows of the
     comparison. png_file is not written if no machine meets the SLO within the budget.
     Raises ConfigError that names the wrong argument.
     """
@@ -84,6 +87,8 @@ def run(
     chosen = [find_machine(name, devices) for name in machines]
     for name, machine in zip(machines, chosen, strict=True):
         require_divisible(name, machine, shape)
+    if offload is not None and len(chosen) != 1:
+        raise ConfigError("kv-offload-bytes needs exactly one machine")
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -96,10 +101,7 @@ def run(
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console)
         result["details"] = detailed.as_json()
-        beyond = beyond_memory(cost, batches, min(contexts))
-        if beyond is not None:
-            print_beyond(beyond, console)
-            result["beyond_memory"] = beyond.as_json()
+        result |= _beyond(cost, batches, contexts, offload, console)
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
     print_ranking(choices, load, top, console)
@@ -115,6 +117,26 @@ def run(
         plot(costs, bound if len(chosen) == 1 else None, load, slo, png_file)
     if json_file is not None:
         _write(json_file, result)
+    return result
+
+
+def _beyond(
+    cost: MachineCost,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    offload: KVOffload | None,
+    console: Console,
+) -> dict[str, Any]:
+    """Prints and returns what is predicted of weights and of K/V that are not all in memory."""
+    result: dict[str, Any] = {}
+    weights = beyond_memory(cost, batches, min(contexts))
+    if weights is not None:
+        print_beyond(weights, console)
+        result["beyond_memory"] = weights.as_json()
+    if offload is not None:
+        kv = kv_beyond_memory(cost, offload, batches, contexts)
+        print_kv_beyond(kv, console)
+        result["kv_beyond_memory"] = kv.as_json()
     return result
 
 

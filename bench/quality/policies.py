@@ -50,13 +50,12 @@ class Budget:
 
     @classmethod
     def parse(cls, text: str) -> Budget:
-        """Parses "1024", "12%" or "12%,least=32"."""
-        amount, _, least = text.partition("%,least=")
-        if least:
-            return cls(share=float(amount) / 100, least=int(least))
-        if text.endswith("%"):
-            return cls(share=float(text[:-1]) / 100)
-        return cls(tokens=int(text))
+        """Parses "1024", "32,least=1", "12%" or "12%,least=32"."""
+        amount, _, least = text.partition(",least=")
+        if not amount.endswith("%"):
+            return cls(tokens=int(amount))
+        share = float(amount[:-1]) / 100
+        return cls(share=share, least=int(least)) if least else cls(share=share)
 
     def of(self, num_tokens: int) -> int:
         """Returns the budget of a sequence."""

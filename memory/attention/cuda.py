@@ -168,7 +168,8 @@ class SelectedRows(NamedTuple):
         budgets = np.zeros(n, np.int64)
         if step.prompt_lens is not None:
             each = step.num_rows[:n], step.kv_lens[:n], step.prompt_lens[:n]
-            counts, chosen = self.selection.plan(*each, TILE_TOKENS)
+            policies = None if step.policies is None else step.policies[:n]
+            counts, chosen = self.selection.plan(*each, TILE_TOKENS, policies)
             budgets[np.asarray(counts, bool)] = chosen
         self.arrays.fill(host, np.asarray(step.kv_lens[:n], np.int64), budgets)
 

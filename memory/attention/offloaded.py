@@ -143,7 +143,7 @@ class OffloadedAttention:
             native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
             if self._selection is not None and step.prompt_lens is not None:
                 rows = self._selection.plan(
-                    step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+                    step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
                 )
                 native.select(*rows)
                 num_selecting = rows[0]

@@ -14,6 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from memory.policies.setting import KVPolicy
 from ops.states import StateSegments
 
 
@@ -80,7 +81,8 @@ class AttentionStep:
     the last bit that of a step with this row alone. Most have one row. starts: where each
     sequence's range begins, in tokens. num_rows: each sequence's rows. kv_lens: its keys after this
     step. prompt_lens: the tokens of its prompt: where decoded tokens select what they read, rows
-    after these do, however they are computed. None: all rows read everything.
+    after these do, however they are computed. None: all rows read everything. policies: what
+    each sequence's rows select by, where they select; None, for one or for all: the engine's own.
     """
 
     num_decodes: int
@@ -88,6 +90,7 @@ class AttentionStep:
     num_rows: Sequence[int]
     kv_lens: Sequence[int]
     prompt_lens: Sequence[int] | None = None
+    policies: Sequence[KVPolicy | None] | None = None
 
 
 def single_rows(step: AttentionStep) -> AttentionStep:
@@ -96,16 +99,20 @@ def single_rows(step: AttentionStep) -> AttentionStep:
     decoded = list(zip(step.starts[:n], step.num_rows[:n], step.kv_lens[:n], strict=True))
     ends = [length - rows + 1 + i for _, rows, length in decoded for i in range(rows)]
     starts = [start for start, rows, _ in decoded for _ in range(rows)]
-    prompts = step.prompt_lens
+    prompts, policies = step.prompt_lens, step.policies
     if prompts is not None:
         own = zip(prompts[:n], step.num_rows[:n], strict=True)
         prompts = [*[length for length, rows in own for _ in range(rows)], *prompts[n:]]
+    if policies is not None:
+        each = zip(policies[:n], step.num_rows[:n], strict=True)
+        policies = [*[policy for policy, rows in each for _ in range(rows)], *policies[n:]]
     return AttentionStep(
         len(starts),
         [*starts, *step.starts[n:]],
         [*[1] * len(starts), *step.num_rows[n:]],
         [*ends, *step.kv_lens[n:]],
         prompts,
+        policies,
     )
 
 

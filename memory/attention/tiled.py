@@ -238,7 +238,7 @@ class TiledLocalAttention:
         parts: list[RowsOfStep] = []
         if self._selection is not None and step.prompt_lens is not None:
             counts, budgets = self._selection.plan(
-                step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+                step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
             )
             native_step.select(counts, budgets)
             parts = self._parts(step, counts, budgets)

@@ -77,6 +77,11 @@ class AttachRequest:
         return content
 
     @property
+    def policy_answer(self) -> dict[str, object] | None:
+        """What a node answers that knows the kv_policy, and budgets of single queries beside it."""
+        return None if self.kv_policy is None else asdict(self.kv_policy) | {"by_query": True}
+
+    @property
     def selection(self) -> Selection | None:
         """What rows of answers read, with counts of its own; None: everything."""
         return selection_of(self.kv_policy)

@@ -7,7 +7,6 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from memory.nodes.attach import AttachRequest
@@ -148,7 +147,7 @@ class NodeLink:
             if type(num_mappings) is not int:
                 raise WireError(ErrorCode.FORM, f"{num_mappings!r} mappings")
             policy = request.kv_policy
-            if policy is not None and content.get("kv_policy") != asdict(policy):
+            if policy is not None and content.get("kv_policy") != request.policy_answer:
                 text = (
                     f"the node does not know kv_policy {policy.name}: it is of an earlier version"
                 )

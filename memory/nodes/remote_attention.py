@@ -39,6 +39,7 @@ from memory.nodes.remote_plan import (
 from memory.nodes.staging import HOST_STAGING, Staging
 from memory.nodes.wire import Append, NodePlan, Query, WireFormat
 from memory.policies.selection import Selection
+from memory.policies.setting import KVPolicy
 from ops.backend import Backend
 from quant.kv import TILE_TOKENS
 from transport.base import TransportError
@@ -172,9 +173,9 @@ class RemoteAttention:
         if self.selection is None:
             return None
         if step.prompt_lens is None:
-            return _Selected(step.kv_lens, [0] * len(num_keys))
+            return _Selected(step.kv_lens, None, [0] * len(num_keys))
         counts, budgets = self.selection.plan(
-            step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+            step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
         )
         num_skipped, at = [], 0
         for selecting, keys in zip(counts, num_keys, strict=True):
@@ -183,7 +184,7 @@ class RemoteAttention:
             num_read += selecting * (keys // TILE_TOKENS)
             num_skipped.append(max(0, selecting * keys - num_read))
             at += selecting
-        return _Selected(step.prompt_lens, num_skipped)
+        return _Selected(step.prompt_lens, step.policies, num_skipped)
 
     def _partitions_of(self, step: AttentionStep) -> set[int]:
         return {start // self._partition_tokens for start in step.starts}
@@ -232,7 +233,7 @@ class RemoteAttention:
             indices = [place for at, n in query_runs for place in range(at, at + n)]
             rows = self.staging.receive(torch.tensor(indices, dtype=torch.int64))
         all_keys = sum([query.num_rows * query.num_keys for query in queries])
-        prompt_lens, num_skipped = ([], 0) if selected is None else selected.of(queried)
+        chosen, num_skipped = _NONE_SELECTED if selected is None else selected.of(queried)
         node = NodeRows(
             link,
             self._parts_of(link),
@@ -243,7 +244,7 @@ class RemoteAttention:
             rows,
             all_keys - num_skipped,
         )
-        return node, NodePlan([], queries, appends, prompt_lens)
+        return node, NodePlan([], queries, appends, *chosen)
 
     def _send_edits(self) -> None:
         """Sends edits outside of a step, so that nodes return released memory to the system."""
@@ -262,14 +263,24 @@ class RemoteAttention:
 
 class _Selected(NamedTuple):
     """What rows select on the nodes. prompt_lens: of each sequence; the rows after it select.
-    num_skipped: how many keys they do not read, about, the sum over the rows of a sequence."""
+    policies: as in AttentionStep. num_skipped: how many keys they do not read, about, the sum over
+    the rows of a sequence."""
 
     prompt_lens: Sequence[int]
+    policies: Sequence[KVPolicy | None] | None
     num_skipped: Sequence[int]
 
-    def of(self, numbers: Sequence[int]) -> tuple[list[int], int]:
-        """Returns the prompt lengths of some sequences, and how many keys they do not read."""
-        return [self.prompt_lens[i] for i in numbers], sum([self.num_skipped[i] for i in numbers])
+    def of(self, numbers: Sequence[int]) -> tuple[_Chosen, int]:
+        """Returns what a plan says of some sequences: the lengths of their prompts and their
+        budgets; and how many keys they do not read."""
+        policies = () if self.policies is None else [self.policies[i] for i in numbers]
+        own = policies if any(policies) else ()
+        skipped = sum([self.num_skipped[i] for i in numbers])
+        return ([self.prompt_lens[i] for i in numbers], own), skipped
+
+
+_Chosen = tuple[Sequence[int], Sequence[KVPolicy | None]]
+_NONE_SELECTED: tuple[_Chosen, int] = ([], ()), 0
 
 
 def _extend_runs(runs: list[tuple[int, int]], first: int, length: int) -> None:

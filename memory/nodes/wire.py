@@ -6,7 +6,8 @@ checked before it is used: its form here, its meaning in `node_session`.
 
     engine -> node   ATTACH   JSON: layers, pages, epoch (attach.py)
                      PLAN     edits of the address space, then the queries and appends; in a session
-                              with a kv_policy also the length of each query's prompt
+                              with a kv_policy also the length of each query's prompt, and
+                              the budgets of the queries if some have their own
                      QUERY    q of the querying rows of one layer          [R, H, D]
                      OWN      k, then v of the querying rows of one layer  [R, Hk, D] each
                      UPDATE   k, then v of the appending rows of one layer [A, Hk, D] each
@@ -31,6 +32,8 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
+from memory.policies.setting import SELECTIONS, KVPolicy
+
 VERSION = 4
 MAX_JSON_BYTES = 1 << 20
 _MAGIC = 0x534D  # "MS"
@@ -40,7 +43,9 @@ _EDIT = struct.Struct("<IIIII")
 _QUERY = struct.Struct("<IIII")
 _APPEND = struct.Struct("<III")
 _PROMPT = struct.Struct("<I")
+_BUDGET = struct.Struct("<IId")  # tokens least share; zeros: that of the session
 _COUNTS = struct.Struct("<III")
+_MOST_TOKENS = (1 << 32) - 1  # no sequence has as many
 
 
 class WireError(Exception):
@@ -193,12 +198,14 @@ class NodePlan(NamedTuple):
     Queries of one row come first; with by_segment those with own rows come before the others, and
     among each of them those of one row. Rows of q, k and v are in the order of these lists.
     prompt_lens: the tokens of each query's prompt, in a session whose rows after them select what
-    they read (attach.py: kv_policy); in others there are none."""
+    they read (attach.py: kv_policy); in others there are none. policies: the budgets of queries
+    whose rows have their own; none, for one or for all: that of the session."""
 
     edits: Sequence[Edit]
     queries: Sequence[Query]
     appends: Sequence[Append]
     prompt_lens: Sequence[int] = ()
+    policies: Sequence[KVPolicy | None] = ()
 
 
 def pack_plan(
@@ -214,6 +221,7 @@ def pack_plan(
     numbers = [number for item in (*plan.queries, *plan.appends) for number in item]
     numbers += plan.prompt_lens
     parts.append(struct.pack(f"<{len(numbers)}I", *numbers))
+    parts += [_pack_budget(policy) for policy in plan.policies]
     return b"".join(parts)
 
 
@@ -233,7 +241,8 @@ def read_plan(message: memoryview, *, selects: bool = False) -> NodePlan:
         (num_prompts, _PROMPT),
     ):
         ends.append(ends[-1] + count * item.size)
-    if len(body) != ends[-1]:
+    num_left = len(body) - ends[-1]
+    if num_left not in (0, num_prompts * _BUDGET.size):
         raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {ends[-1]}")
     edits, queries, appends, prompts = (body[ends[i] : ends[i + 1]] for i in range(4))
     try:
@@ -242,9 +251,25 @@ def read_plan(message: memoryview, *, selects: bool = False) -> NodePlan:
             [Query(*item) for item in _QUERY.iter_unpack(queries)],
             [Append(*item) for item in _APPEND.iter_unpack(appends)],
             [length for (length,) in _PROMPT.iter_unpack(prompts)],
+            [_budget(*item) for item in _BUDGET.iter_unpack(body[ends[-1] :])],
         )
     except ValueError as error:
         raise WireError(ErrorCode.FORM, str(error)) from error
+
+
+def _pack_budget(policy: KVPolicy | None) -> bytes:
+    if policy is None:
+        return _BUDGET.pack(0, 0, 0.0)
+    tokens, least = (min(number, _MOST_TOKENS) for number in (policy.tokens or 0, policy.least))
+    return _BUDGET.pack(tokens, least, policy.share or 0.0)
+
+
+def _budget(tokens: int, least: int, share: float) -> KVPolicy | None:
+    if not (tokens or least or share):
+        return None
+    if bool(tokens) is bool(share) or not least or not 0 <= share <= 1:  # nan, too
+        raise ValueError(f"a budget of {tokens} tokens, {share} of all, at least {least}")
+    return KVPolicy(SELECTIONS[0], tokens or None, share or None, least)
 
 
 def pack_json(kind: Kind, epoch: int, content: dict[str, object]) -> bytes:

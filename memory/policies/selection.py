@@ -30,18 +30,21 @@ class Selection:
         kv_lens: Sequence[int],
         prompt_lens: Sequence[int],
         tile_tokens: int,
+        policies: Sequence[KVPolicy | None] | None = None,
     ) -> tuple[list[int], list[int]]:
         """Returns how many of each sequence's last rows read a part of their tiles, and for each of
         these rows the number of tiles, at least 1; its own tile is one of them. The rows of a
-        prompt read everything. num_rows, kv_lens, prompt_lens: as in AttentionStep."""
+        prompt read everything. num_rows, kv_lens, prompt_lens, policies: as in AttentionStep."""
         counts: list[int] = []
         budgets: list[int] = []
-        for rows, kv_len, prompt_len in zip(num_rows, kv_lens, prompt_lens, strict=True):
+        own = [None] * len(num_rows) if policies is None else policies
+        for rows, kv_len, prompt_len, of in zip(num_rows, kv_lens, prompt_lens, own, strict=True):
+            policy = self.policy if of is None else of
             first = max(kv_len - rows, prompt_len)
             counts.append(max(0, kv_len - first))
             for length in range(first + 1, kv_len + 1):
                 held = -(-length // tile_tokens)
-                read = min(held, -(-self.policy.budget(length) // tile_tokens))
+                read = min(held, -(-policy.budget(length) // tile_tokens))
                 self.num_held += held
                 self.num_read += read
                 budgets.append(read)

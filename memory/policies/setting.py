@@ -1,13 +1,15 @@
 """The setting `kv_policy`: NAME:budget=AMOUNT, such as quest:budget=12% or h2o:budget=1024.
 
 A share of a short sequence would be a few tokens, and its answer would fall apart, so a share is at
-least LEAST_TOKENS; `quest:budget=12%,least=32` says another number.
+least LEAST_TOKENS; `quest:budget=12%,least=32` says another number. A number of tokens below
+FEWEST_TOKENS is probably a share whose % is missing: `quest:budget=32,least=1` says that it is not.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypedDict
 
 SELECTIONS = ("quest",)
@@ -15,6 +17,8 @@ EVICTIONS = ("window", "h2o", "snapkv", "keyformer", "pyramid")
 POLICIES = (*SELECTIONS, *EVICTIONS)
 OFF = "off"
 LEAST_TOKENS = 128  # of a share
+FEWEST_TOKENS = 64  # of a number of tokens
+MAX_CHARS = 64  # of what a request says
 _EXAMPLE = "such as quest:budget=12% or h2o:budget=1024"
 
 
@@ -35,6 +39,16 @@ class KVPolicy:
     def evicts(self) -> bool:
         """Whether K/V is dropped; otherwise all of it is kept and a part of it is read."""
         return self.name in EVICTIONS
+
+    @property
+    def selects(self) -> bool:
+        """Whether all K/V is kept, and a part of it is read."""
+        return self.name in SELECTIONS
+
+    @property
+    def key(self) -> str:
+        """A text that differs between policies."""
+        return f"{self.name}:{self.tokens}:{self.share!r}:{self.least}"
 
     @property
     def amount(self) -> str:
@@ -64,12 +78,32 @@ def parse_kv_policy(text: object) -> KVPolicy | None:
     if key != "budget":
         raise ValueError(f"needs a budget, {_EXAMPLE}, not {text!r}")
     try:
-        return KVPolicy(name, **parse_budget(amount))
+        budget = parse_budget(amount)
     except ValueError:
         raise ValueError(
-            "must have a budget of at least one token, or above 0% and at most 100% with perhaps"
+            "must have a budget of at least one token, or above 0% and at most 100%, with perhaps"
             f" least=TOKENS, not {amount!r}"
         ) from None
+    if "share" not in budget and budget["tokens"] < budget.pop("least", FEWEST_TOKENS):
+        raise ValueError(_too_few(name, amount))
+    return KVPolicy(name, **budget)
+
+
+def _too_few(name: str, amount: str) -> str:
+    tokens, given, _ = amount.partition(",")
+    if given:
+        return f"must have a budget of at least as many tokens as least= says, not {amount!r}"
+    return (
+        f"has a budget of {tokens} tokens: did you mean {name}:budget={tokens}%? For so few tokens"
+        f" say {name}:budget={tokens},least=1"
+    )
+
+
+@lru_cache(maxsize=256)
+def policy_of_request(text: str) -> KVPolicy | None:
+    """Returns the policy that a request names; None for "off". ValueError, as parse_kv_policy. The
+    same text is asked for in each step of a request."""
+    return parse_kv_policy(text)
 
 
 class Budget(TypedDict, total=False):
@@ -81,19 +115,21 @@ class Budget(TypedDict, total=False):
 
 
 def parse_budget(text: str) -> Budget:
-    """Parses "1024", "12%" or "12%,least=32". ValueError."""
+    """Parses "1024", "12%" or "12%,least=32"; "32,least=1", too. ValueError."""
     amount, comma, rest = text.partition(",")
-    if not amount.endswith("%"):
-        return {"tokens": _positive(text)}
-    share, least = float(amount[:-1]) / 100, LEAST_TOKENS
-    if not 0 < share <= 1:
-        raise ValueError(text)
+    least = None
     if comma:
         key, _, tokens = rest.partition("=")
         if key != "least":
             raise ValueError(text)
         least = _positive(tokens)
-    return {"share": share, "least": least}
+    if not amount.endswith("%"):
+        found: Budget = {"tokens": _positive(amount)}
+        return found if least is None else {**found, "least": least}
+    share = float(amount[:-1]) / 100
+    if not 0 < share <= 1:
+        raise ValueError(text)
+    return {"share": share, "least": LEAST_TOKENS if least is None else least}
 
 
 def _positive(text: str) -> int:

@@ -47,7 +47,7 @@ def engine_lines(engine: Engine, load_s: float) -> list[tuple[str, str]]:
         *_policy(engine),
         ("computes", _device(precision, config.num_ranks)),
         ("memory", _memory(engine, kv)),
-        *_rows(engine.stats().memory_node_rows),
+        *_rows(engine.stats().memory_node_rows, precision.backend),
         ("prefixes", _prefixes(engine)),
         ("scheduling", f"{scheduling}, admission {config.memory_policy}"),
         ("started in", f"{load_s:.2f} s; the process has {format_memory(process_bytes())}"),
@@ -123,8 +123,12 @@ def _policy(engine: Engine) -> list[tuple[str, str]]:
     return [("", f"decoded tokens read {selection.policy.amount} of it ({selection.policy.name})")]
 
 
-def _rows(by_node: dict[str, str]) -> list[tuple[str, str]]:
-    """Says how rows travel to memory nodes, one line for each way."""
+def _rows(by_node: dict[str, str], backend: str) -> list[tuple[str, str]]:
+    """Says how rows travel to memory nodes, one line for each way; without a GPU there is one."""
+    if backend != "cuda":
+        count = len(by_node)
+        nodes = "a memory node" if count == 1 else f"{count} memory nodes"
+        return [("rows", f"of each step go to {nodes}, which attend to them")] if count else []
     nodes_of: dict[str, int] = {}
     for by in by_node.values():
         nodes_of[by] = nodes_of.get(by, 0) + 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memory.policies.setting import KVPolicy
+from memory.policies.setting import OFF, KVPolicy, policy_of_request
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
@@ -65,20 +65,37 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
         params = params.changed(max_tokens=room if most is None else min(room, most))
     _check_answers(params, vocab_size)
     if params.kv_policy is not None:
-        params = _reading_all(params, limits.kv_policy)
+        params = _with_policy(params, limits.kv_policy)
     return replace(request, prompt_token_ids=tuple(token_ids), params=params)
 
 
-def _reading_all(params: SamplingParams, policy: KVPolicy | None) -> SamplingParams:
-    """Returns the parameters of a request that asks for all K/V."""
-    if policy is None:
+def _with_policy(params: SamplingParams, policy: KVPolicy | None) -> SamplingParams:
+    """Returns the parameters of a request that names a kv_policy. policy: the engine's."""
+    assert params.kv_policy is not None
+    wanted = policy_of_request(params.kv_policy)
+    if wanted == policy:
         return params.changed(kv_policy=None)
-    if policy.evicts:
-        raise RequestError(
-            f"kv_policy cannot be off: the engine drops K/V ({policy.name})", param="kv_policy"
-        )
-    # K/V of other answers differs, so these requests share theirs only with one another.
-    return params.changed(cache_salt=f"{params.cache_salt or ''}.kv_policy=off")
+    if policy is not None and policy.selects and (wanted is None or wanted.selects):
+        # K/V of other answers differs, so these requests share theirs only with one another.
+        name = OFF if wanted is None else wanted.key
+        return params.changed(cache_salt=f"{params.cache_salt or ''}.kv_policy={name}")
+    if wanted is not None:
+        raise RequestError(_refusal(wanted, policy), param="kv_policy")
+    return params  # all cached K/V is whole where an engine drops some
+
+
+def _refusal(wanted: KVPolicy, policy: KVPolicy | None) -> str:
+    """Returns why a request cannot have the policy that it names."""
+    if policy is None:
+        why, allowed = f"{OFF}, so it keeps nothing to choose by", OFF
+    elif policy.selects:
+        why, allowed = policy.name, f"{OFF} or {policy.name}:budget=AMOUNT"
+    else:
+        why, allowed = policy.name, f"{OFF} or that one, with its budget"
+    return (
+        f"kv_policy {wanted.name} cannot be used by a request here: the server runs with kv_policy"
+        f" {why}; a request may say {allowed}"
+    )
 
 
 def _check_answers(params: SamplingParams, vocab_size: int) -> None:

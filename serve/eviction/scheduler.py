@@ -18,6 +18,7 @@ from typing import Protocol
 from memory.evicting_kv import EvictingKV, Mover
 from memory.kv_memory import KVMemory
 from memory.policies.drop_schedule import NEVER
+from memory.policies.setting import OFF
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason, Request
 from serve.scheduler.memory_policy import MemoryPolicy
@@ -77,12 +78,15 @@ class EvictingScheduler(Scheduler):
         kv.on_close = lambda target: eviction.forget(target.start)
 
     def add(self, sequence: Sequence) -> None:
-        sequence.drops = self._eviction.schedule(sequence.num_prompt_tokens)
+        if not _keeps_all(sequence.request):
+            sequence.drops = self._eviction.schedule(sequence.num_prompt_tokens)
         super().add(sequence)
 
     def _admit_sequence(self, sequence: Sequence, hit: object, now_s: float) -> None:
         super()._admit_sequence(sequence, hit, now_s)  # type: ignore[arg-type]
-        assert sequence.kv_range is not None and sequence.drops is not None
+        if sequence.drops is None:
+            return
+        assert sequence.kv_range is not None
         start = sequence.kv_range.start
         num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
         self._eviction.open(start, num_prompt, num_answer, sequence.seed)
@@ -144,6 +148,8 @@ class _UnscoredPrefixes(PrefixLookup):
         self._eviction = eviction
 
     def most_shared(self, sequence: Sequence) -> int:
+        if sequence.drops is None:
+            return super().most_shared(sequence)
         num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
         return self._most_shared(sequence.num_tokens, num_prompt, num_answer)
 
@@ -157,6 +163,8 @@ class _UnscoredPrefixes(PrefixLookup):
         num_prompt = len(request.prompt_token_ids)
         if request.reads_prompt or not num_prompt:
             return num_prompt
+        if _keeps_all(request):
+            return super().num_missing_rows(request, page_keys)
         num_answer = request.params.max_tokens
         if num_answer is None:
             num_answer = self._evicting_kv.max_model_len - num_prompt
@@ -172,6 +180,11 @@ class _UnscoredPrefixes(PrefixLookup):
             return False
         whole = [s for s in others if s.kv_range is None or not s.kv_range.dropped]
         return super().is_being_computed(sequence, whole)
+
+
+def _keeps_all(request: Request) -> bool:
+    """Returns whether a request is counted and computed as without a policy."""
+    return request.params.kv_policy == OFF
 
 
 def _num_answer(sequence: Sequence) -> int:

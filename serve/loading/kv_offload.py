@@ -180,6 +180,8 @@ def open_offloaded(
     pages = sizes.pages
     folder = _folder(config)
     with _opening(folder):
+        _make(folder, is_named=config.kv_offload_dir is not None)
+        check_parent(folder)
         file = open_file(folder, sizes.pool_bytes)
     with contextlib.ExitStack() as undo:
         undo.callback(file.close)
@@ -234,12 +236,21 @@ def _folder(config: EngineConfig) -> Path:
     return user_cache() or Path(tempfile.gettempdir())
 
 
+def _make(folder: Path, *, is_named: bool) -> None:
+    """Makes the folder, if it is not there. One that the user has named is made in a folder that
+    is there, so that a mistake in a path is noticed."""
+    if folder.is_dir():
+        return
+    if is_named and not folder.parent.is_dir():
+        raise ConfigError(f"kv_offload_dir {folder}: there is no directory {folder.parent}")
+    folder.mkdir(mode=0o700, parents=not is_named, exist_ok=True)
+    logger.info("made the directory %s", folder)
+
+
 @contextlib.contextmanager
 def _opening(folder: Path) -> Iterator[None]:
-    """Makes the folder, and turns errors of the file in it into a ConfigError."""
+    """Turns errors of the file in a folder into a ConfigError."""
     try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_parent(folder)
         yield
     except (FileExistsError, NotADirectoryError) as error:
         raise ConfigError(f"kv_offload_dir {folder} is no directory") from error

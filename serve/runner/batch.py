@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memory.attention.seam import AttentionStep
+from memory.policies.setting import OFF, KVPolicy, policy_of_request
 from serve.scheduler.sequence import Sequence
 from serve.scheduler.step_plan import StepPlan
 
@@ -31,7 +32,7 @@ class Batch:
 def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
     """Flattens a plan, all of whose sequences are running and have committed pages. selects:
     whether decoded tokens select what they read."""
-    prompts = [num_unselecting(s) for s in plan.sequences] if selects else None
+    selected = selected_by(plan) if selects else ()
     input_ids: list[int] = []
     positions: list[int] = []
     starts: list[int] = []
@@ -67,11 +68,19 @@ def make_batch(plan: StepPlan, *, selects: bool = False) -> Batch:
         positions=torch.tensor(positions, dtype=torch.int64),
         sampled=sampled,
         sample_rows=torch.tensor(sample_rows, dtype=torch.int64),
-        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts),
+        attention=AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, *selected),
     )
 
 
-def num_unselecting(sequence: Sequence) -> int:
-    """Returns how many of a sequence's first rows read everything."""
-    whole = sequence.request.params.kv_policy is not None
-    return sequence.max_tokens_total if whole else sequence.num_prompt_tokens
+def selected_by(plan: StepPlan) -> tuple[list[int], list[KVPolicy | None] | None]:
+    """Returns how many of each sequence's first rows read everything, and by what budgets of their
+    own the others select: AttentionStep.prompt_lens and its policies."""
+    said = [s.request.params.kv_policy for s in plan.sequences]
+    if not any(said):
+        return [s.num_prompt_tokens for s in plan.sequences], None
+    lengths = [
+        s.max_tokens_total if policy == OFF else s.num_prompt_tokens
+        for s, policy in zip(plan.sequences, said, strict=True)
+    ]
+    policies = [None if policy is None else policy_of_request(policy) for policy in said]
+    return lengths, policies if any(policies) else None

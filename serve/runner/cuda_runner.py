@@ -25,7 +25,7 @@ from memory.pages.kv_range import Range
 from ops.cuda.attention import PrefillChunk
 from ops.cuda.device_sampler import DeviceSampler, Fetched, Kind, SamplingPlan
 from serve.models import Decoder
-from serve.runner.batch import num_unselecting
+from serve.runner.batch import selected_by
 from serve.runner.draft_rows import sampler_rows
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.mask_filler import NO_SEQUENCES, FillingMasks, MaskFiller, has_masks
@@ -386,6 +386,6 @@ def _attention_step(plan: StepPlan, *, selects: bool) -> AttentionStep:
     kv_lens = [
         s.num_computed_tokens + rows for s, rows in zip(plan.sequences, plan.num_rows, strict=True)
     ]
-    prompts = [num_unselecting(s) for s in plan.sequences] if selects else None
-    step = AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, prompts)
+    selected = selected_by(plan) if selects else ()
+    step = AttentionStep(plan.num_decodes, starts, plan.num_rows, kv_lens, *selected)
     return single_rows(step) if plan.num_drafted else step

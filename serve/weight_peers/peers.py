@@ -285,8 +285,8 @@ class WeightPeers:
                 self._links.append((link, link.describe(self._progress.poll)))
             except TransportError as error:
                 link.close()
-                reasons.append(f"{link.url}: {error}")
-                logger.info("weights_from: %s: %s", link.url, error)
+                reasons.append(_with_url(link.url, error))
+                logger.info("weights_from: %s", reasons[-1])
             except BaseException:
                 link.close()
                 raise
@@ -351,10 +351,7 @@ class WeightPeers:
                 shared=offered.packed.shared if self.wants_shared else None,
             )
         except (TransportError, OSError, ValueError, ImportError) as error:
-            text = str(error)
-            raise ConfigError(
-                f"weights_listen: {text if own in text else f'{own}: {text}'}"
-            ) from error
+            raise ConfigError(f"weights_listen: {_with_url(own, error)}") from error
         self._server = WeightServer(listener, offered, self._settings.rate)
         logger.info("other replicas pull the weights at %s", listener.url)
 
@@ -368,6 +365,12 @@ class WeightPeers:
         """Serves no longer, and refers to no weights any more."""
         self.close()
         self._offered = None
+
+
+def _with_url(url: str, error: Exception) -> str:
+    """Returns an error's text with the URL, which the text may have already."""
+    text = str(error)
+    return text if url in text else f"{url}: {text}"
 
 
 def rank_url(url: str, number: int) -> str:

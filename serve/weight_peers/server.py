@@ -155,6 +155,11 @@ class WeightServer:
                 self._threads.discard(threading.current_thread())
         seconds, served = time.monotonic() - began_s, self._stats.served_bytes - before
         address = endpoint.peer.address
+        packed = self._offered.packed
+        is_shared = packed.shared is not None and self.url.startswith("shm:")
+        if is_shared and served < packed.data_end // 2:  # the index is served in any case
+            logger.info("weights: the memory is shared with %s", address)
+            return
         logger.info("weights: %.1f MB served to %s in %.2f s", served / 1e6, address, seconds)
 
     def _answer_all(self, endpoint: Endpoint) -> None:

@@ -15,7 +15,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from memory.nodes.attach import (
     MAX_ADDRESSES,
@@ -298,7 +298,7 @@ class MemoryNode:
             "num_mappings": connection.num_mappings,
         } | ({} if lane is None else {"lane": lane})
         if granted.kv_policy is not None:
-            content["kv_policy"] = asdict(granted.kv_policy)
+            content["kv_policy"] = granted.policy_answer
         post_bytes(connection.endpoint, pack_json(Kind.ATTACHED, granted.epoch, content))
 
     def _grant(self, connection: Connection, request: AttachRequest) -> AttachRequest | None:

@@ -167,6 +167,7 @@ class NodeSession:
             [item.num_rows for item in queries],
             [item.num_keys for item in queries],
             plan.prompt_lens if self._selection is not None else None,
+            plan.policies or None,
         )
         return group.local.plan(step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_kv_policy
 from serve.errors import RequestError
 from serve.http.calls.reasoning_fields import BUDGET_FIELD
 from serve.http.calls.structured_fields import STRUCTURED_FIELDS, structured_output
@@ -17,11 +18,13 @@ from serve.http.schema.fields import (
     List,
     Map,
     Number,
-    OneOfNames,
+    Parsed,
     Record,
     String,
     TokenIds,
+    Unknown,
     Unsupported,
+    wrong_type,
 )
 from serve.sampling_params import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -45,6 +48,34 @@ MAX_METADATA = 16
 MODEL = String(512, min_chars=1, if_empty="missing_required_parameter")
 _STOP = String(MAX_STOP_LENGTH, min_chars=1)
 
+
+def _kv_policy(value: Any, where: str, unknown: Unknown) -> str:
+    if not isinstance(value, str):
+        raise wrong_type(where, "a string")
+    if len(value) > MAX_CHARS:
+        raise RequestError(
+            f"{where} is longer than {MAX_CHARS} characters",
+            param=where,
+            code="string_above_max_length",
+        )
+    try:
+        parse_kv_policy(value)
+    except ValueError as error:
+        raise RequestError(f"{where} {error}", param=where) from None
+    return value
+
+
+# Whether a server can follow it depends on its own kv_policy.
+_KV_POLICY = Parsed(
+    _kv_policy,
+    {
+        "type": "string",
+        "maxLength": MAX_CHARS,
+        "pattern": f"^({OFF}|({'|'.join(POLICIES)}):budget="
+        "([1-9][0-9]{2,6}|(100|[1-9][0-9]?(\\.[0-9]{1,3})?)%(,least=[1-9][0-9]{0,5})?))$",
+    },
+)
+
 # The names are those of SamplingParams.
 SAMPLING_FIELDS: dict[str, FieldType] = {
     "n": Integer(1, MAX_N),
@@ -66,7 +97,7 @@ SAMPLING_FIELDS: dict[str, FieldType] = {
     "skip_special_tokens": Boolean(),
     "logit_bias": Map(Number(-100, 100), MAX_LOGIT_BIAS, key="[0-9]{1,10}", keys="a token id"),
     "cache_salt": String(128, min_chars=1, pattern="[A-Za-z0-9_-]+"),
-    "kv_policy": OneOfNames(("off",)),
+    "kv_policy": _KV_POLICY,
     "priority": Integer(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1),
     "allowed_token_ids": TokenIds(MAX_ALLOWED_TOKEN_IDS, min_items=1),
     "bad_words": List(String(MAX_BAD_WORD_LENGTH, min_chars=1), MAX_BAD_WORDS),

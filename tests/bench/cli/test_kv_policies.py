@@ -82,10 +82,10 @@ def test_a_table_a_file_and_a_picture_are_written(model, tmp_path):
 
 
 def test_a_name_stands_for_all_budgets():
-    assert all_policies(["quest", "h2o:budget=7", "quest:budget=6%"]) == [
+    assert all_policies(["quest", "h2o:budget=7,least=1", "quest:budget=6%"]) == [
         "full",
         *(f"quest:budget={budget}" for budget in BUDGETS),
-        "h2o:budget=7",
+        "h2o:budget=7,least=1",
     ]
     assert len(all_policies(["all"])) == 1 + (len(POLICIES) - 1) * len(BUDGETS)
     with pytest.raises(ConfigError, match="must be all or one of"):

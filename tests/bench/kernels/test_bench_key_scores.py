@@ -17,7 +17,8 @@ def test_all_parts_take_time(capsys):
 def test_a_policy_holds_less(monkeypatch):
     monkeypatch.setattr(kv_eviction, "_ANSWER", 12)
     whole, window = (
-        asyncio.run(kv_eviction._measure(policy, 2, 300)) for policy in ("off", "window:budget=32")
+        asyncio.run(kv_eviction._measure(policy, 2, 300))
+        for policy in ("off", "window:budget=32,least=1")
     )
     assert window.pages < whole.pages
     assert (whole.held, window.held <= 2 * (32 + 12)) == (0, True)

@@ -144,7 +144,7 @@ def expected(layer, q, kv, policy, num_decoded, kind):
     ["int8", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("float32", "bfloat16"))],
 )
 def test_rows_after_the_prompt_read_what_they_choose(kind):
-    memory = Memory(LAYERS, kind, "quest:budget=32")
+    memory = Memory(LAYERS, kind, "quest:budget=32,least=1")
     policy, num_chosen = memory.selection.policy, 0
     for (_, i, s), (q, kv, out) in results(memory, LAYERS).items():
         layer = LAYERS[i]
@@ -166,7 +166,7 @@ def test_a_budget_of_everything_gives_the_bits_of_no_policy():
     layers = LAYERS[:2]
     plain, whole, least = (
         results(Memory(layers, "int8", policy), layers)
-        for policy in ("off", "quest:budget=100%", "quest:budget=1")
+        for policy in ("off", "quest:budget=100%", "quest:budget=1,least=1")
     )
     assert all(torch.equal(plain[at][2], whole[at][2]) for at in plain)
     differ = {at for at in plain if not torch.equal(plain[at][2], least[at][2])}

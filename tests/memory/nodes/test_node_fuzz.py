@@ -16,6 +16,12 @@ from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
 MAP, UNMAP, COPY, RELEASE = EditKind
 PAGES = REQUEST.num_pages
 KV_DTYPES = ["float32", "bfloat16", "int8", "int4"]
+BUDGETS = [
+    None,
+    KVPolicy("quest", share=0.5),
+    KVPolicy("quest", tokens=1),
+    KVPolicy("quest", tokens=2**32 - 1, least=2**32 - 1),
+]
 
 
 class Fuzzer:
@@ -80,7 +86,8 @@ class Fuzzer:
         lengths = [self.number(256, 256) for _ in queries] if self.selects else []
         if rng.random() < 0.005:
             lengths.append(3)
-        number = self.engine.plan(edits, queries, appends, prompt_lens=lengths)
+        policies = [rng.choice(BUDGETS) for _ in lengths] if rng.random() < 0.5 else []
+        number = self.engine.plan(edits, queries, appends, prompt_lens=lengths, policies=policies)
         self.plans.append((number, sum(q[1] for q in queries), sum(a[1] for a in appends)))
 
     def mostly_once(self, items):

@@ -38,15 +38,16 @@ class Local:
             layout, address, size, get_backend("cpu"), selection=self.selection
         )
 
-    def step(self, rows, inputs, prompt_lens=None):
-        """rows: (number of the range, number of rows, tokens after them). prompt_lens: as in
-        AttentionStep."""
+    def step(self, rows, inputs, prompt_lens=None, policies=None):
+        """rows: (number of the range, number of rows, tokens after them). prompt_lens, policies:
+        as in AttentionStep."""
         step = AttentionStep(
             sum(n == 1 for _, n, _ in rows),
             [index * MAX_LEN for index, _, _ in rows],
             [n for _, n, _ in rows],
             [length for _, _, length in rows],
             prompt_lens,
+            policies,
         )
         plan = self._attention.plan(step)
         return [

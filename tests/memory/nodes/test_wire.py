@@ -44,6 +44,7 @@ PLANS = st.builds(
     st.lists(st.builds(Query, U32, U32, U32, U32), max_size=9),
     st.lists(st.builds(Append, U32, U32, U32), max_size=9),
     st.just([]),
+    st.just([]),
 )
 
 

@@ -63,7 +63,7 @@ def test_policies_keep_what_a_sort_keeps(name, num_tokens, data):
 def test_all_evictions_have_a_policy():
     assert tuple(sorted(EVICTION_POLICIES)) == tuple(sorted(EVICTIONS))
     for name in EVICTIONS:
-        setting = parse_kv_policy(f"{name}:budget=8")
+        setting = parse_kv_policy(f"{name}:budget=8,least=1")
         assert policy_of(setting) is EVICTION_POLICIES[name]
         assert EVICTION_POLICIES[name].has_scores == (name != "window")
 
@@ -89,7 +89,7 @@ def test_layer_budgets_shrink_around_the_budget():
 
 
 @pytest.mark.parametrize("name", EVICTIONS)
-@pytest.mark.parametrize("amount", ["10", "7%", "50%", "100%", "400"])
+@pytest.mark.parametrize("amount", ["10,least=1", "7%", "50%", "100%", "400"])
 @pytest.mark.parametrize("num_prompt", [1, 9, 80, 300])
 def test_a_walk_along_the_schedule(name, amount, num_prompt):
     """Beside the obvious rule, token by token."""

@@ -34,8 +34,20 @@ def test_rows_after_the_prompt_select_and_are_counted() -> None:
 
 
 def test_a_budget_in_tokens_is_the_same_at_any_length() -> None:
-    quest = selection("quest:budget=33")
+    quest = selection("quest:budget=33,least=1")
     assert quest.plan([1] * 4, [1, 47, 48, 5000], [0] * 4, 16) == ([1] * 4, [1, 3, 3, 3])
+
+
+def test_sequences_may_have_budgets_of_their_own() -> None:
+    quest = selection("quest:budget=10%,least=1")
+    own = [None, parse_kv_policy("quest:budget=64"), parse_kv_policy("quest:budget=50%,least=1")]
+    rows, lengths, prompts = [1, 2, 1], [900, 161, 161], [800, 20, 20]
+    found = quest.plan(rows, lengths, prompts, 16, own)
+    assert found == ([1, 2, 1], [6, 4, 4, 6])
+    assert quest.counts() == {"read": 20, "held": 57 + 10 + 11 + 11}
+    assert quest.plan(rows, lengths, prompts, 16, [None] * 3) == quest.plan(
+        rows, lengths, prompts, 16
+    )
 
 
 def test_a_budget_of_everything_is_every_tile() -> None:

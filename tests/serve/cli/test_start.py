@@ -87,8 +87,10 @@ def test_the_summary_follows_the_settings(tmp_path: Path) -> None:
 def test_the_summary_says_how_rows_travel_to_memory_nodes() -> None:
     reason = "endpoint: the node knows no lanes"
     ways = {"rdma://a:1": "lane", "rdma://b:1": reason, "rdma://c:1": "lane"}
-    assert start_summary._rows({}) == []
-    assert start_summary._rows(ways) == [
+    assert start_summary._rows({}, "cuda") == start_summary._rows({}, "cpu") == []
+    [(name, text)] = start_summary._rows(ways, "cpu")
+    assert (name, text) == ("rows", "of each step go to 3 memory nodes, which attend to them")
+    assert start_summary._rows(ways, "cuda") == [
         ("rows", "to 2 memory nodes by the GPU's stream in decode steps (lane)"),
         ("", "to a memory node by the host, as the node knows no lanes (endpoint)"),
     ]

@@ -81,7 +81,7 @@ def alone(policy, **settings):
 )
 def test_answers_are_those_of_a_reference(policy, amount):
     """In floats, where the reference is exact. Prompts are cut into chunks."""
-    setting = f"{policy}:budget={amount}" + (",least=1" if amount.endswith("%") else "")
+    setting = f"{policy}:budget={amount},least=1"
     share = float(amount[:-1]) / 100 if amount.endswith("%") else None
 
     def budget(n):
@@ -132,7 +132,7 @@ def test_a_budget_of_everything_changes_no_bit(policy, kv_dtype):
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_batches_chunks_and_hits_change_no_token(policy):
-    setting = f"{policy}:budget=24"
+    setting = f"{policy}:budget=24,least=1"
     expected = alone(setting)
     asked = prompts(130, 40, 97, 65)
     with engine(setting, max_chunk_tokens=17, max_num_batched_tokens=40) as llm:
@@ -152,16 +152,16 @@ def test_pages_of_prompts_are_those_of_an_engine_that_keeps_all(policy):
     """What others take from the cache is whole: the prompt goes on where nothing is dropped."""
     (prompt,) = prompts(120)
     longer = [*prompt, *range(7, 20)]
-    with engine(f"{policy}:budget=24", prefix_cache=False) as llm:
+    with engine(f"{policy}:budget=24,least=1", prefix_cache=False) as llm:
         expected = generate(llm, [longer], greedy(20))
-    with engine(f"{policy}:budget=24") as llm:
+    with engine(f"{policy}:budget=24,least=1") as llm:
         generate(llm, [prompt])
         assert generate(llm, [longer], greedy(20)) == expected
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_outputs_of_one_request_share_pages_and_write_to_their_own(policy):
-    setting = f"{policy}:budget=24"
+    setting = f"{policy}:budget=24,least=1"
     (prompt,) = prompts(100)
     params = greedy(70, temperature=0.8, n=3)
     with engine(setting, prefix_cache=False) as llm:
@@ -191,7 +191,7 @@ def test_preempted_sequences_get_the_same_tokens(policy):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_less_memory_is_held(policy):
     """Twelve answers whose whole K/V would not fit run at once, without a preemption."""
-    setting, asked = f"{policy}:budget=16", prompts(*[60] * 12, seed=9)
+    setting, asked = f"{policy}:budget=16,least=1", prompts(*[60] * 12, seed=9)
     small = {"kv_cache_bytes": 200 << 10, "max_num_seqs": 12, "max_model_len": 256}
     with engine(setting, **small) as llm:
         generate(llm, asked, greedy(90))
@@ -211,7 +211,7 @@ def test_less_memory_is_held(policy):
 )
 def test_settings_that_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
-        engine("h2o:budget=20", **settings)
+        engine("h2o:budget=20,least=1", **settings)
 
 
 @pytest.mark.parametrize(
@@ -220,14 +220,14 @@ def test_settings_that_are_refused(settings, message):
 )
 def test_models_that_are_refused(family, variant, problem):
     with pytest.raises(ConfigError, match=f"kv_policy snapkv cannot be used .* {problem}"):
-        LLM(str(checkpoint(family, variant)), kv_policy="snapkv:budget=20", **ROOMY)
+        LLM(str(checkpoint(family, variant)), kv_policy="snapkv:budget=20,least=1", **ROOMY)
 
 
 def test_aborted_requests_leave_nothing():
     """In their prompts and in their answers, before and after tokens were dropped."""
 
     async def check():
-        settings = {"dtype": "float32", "kv_dtype": "int8", "kv_policy": "h2o:budget=24"}
+        settings = {"dtype": "float32", "kv_dtype": "int8", "kv_policy": "h2o:budget=24,least=1"}
         engine = Engine(str(checkpoint("llama")), **settings, **SETTINGS, **ROOMY)
         await engine.start()
         try:
@@ -262,7 +262,7 @@ def test_aborted_requests_leave_nothing():
 @pytest.mark.parametrize("policy", ["h2o", "snapkv", "window"])
 def test_failed_steps_change_no_token(policy, monkeypatch):
     """Rows of a failed step have given scores already: its sequences begin again."""
-    setting = f"{policy}:budget=24"
+    setting = f"{policy}:budget=24,least=1"
     expected = alone(setting)
     with engine(setting) as llm:
         model = llm._loaded.core._runner._model
@@ -283,7 +283,7 @@ def test_failed_steps_change_no_token(policy, monkeypatch):
 
 
 def test_a_sequence_whose_tokens_cannot_be_moved_ends_alone(monkeypatch):
-    setting = "snapkv:budget=24"
+    setting = "snapkv:budget=24,least=1"
     expected = alone(setting)
     with engine(setting) as llm:
         scheduler = llm._loaded.core._scheduler
@@ -310,7 +310,7 @@ def test_answers_that_follow_a_schema():
     """Masks that come late take rows back."""
     schema = '{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}'
     params = greedy(120, structured=StructuredOutput("json_schema", schema))
-    with engine("h2o:budget=24") as llm:
+    with engine("h2o:budget=24,least=1") as llm:
         found = llm.generate([{"prompt_token_ids": ids} for ids in prompts(90, 60)], params)
         assert llm.stats().pages_in_use == 0
     for output in found:
@@ -319,7 +319,7 @@ def test_answers_that_follow_a_schema():
 
 
 def test_what_is_held_is_counted():
-    with engine("window:budget=24", max_num_seqs=1) as llm:
+    with engine("window:budget=24,least=1", max_num_seqs=1) as llm:
         generate(llm, prompts(100), greedy(100))
         stats = llm.stats()
         # 76 of the prompt, then 64 when 88 are held: at 164 computed tokens
@@ -335,7 +335,7 @@ def test_hits_are_predicted_as_they_are_found(policy, monkeypatch):
     """So the time to the first token that is predicted does not count rows that are computed."""
     (prompt,) = prompts(130)
     params = greedy(80)
-    with engine(f"{policy}:budget=24") as llm:
+    with engine(f"{policy}:budget=24,least=1") as llm:
         view = llm._loaded.core.view
         # else a hit that takes longer to map than to compute is not used
         monkeypatch.setattr(llm._loaded.core.kv, "map_seconds", lambda hit: 0.0)
@@ -356,7 +356,7 @@ def test_hits_are_predicted_as_they_are_found(policy, monkeypatch):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pages_of_prompts_are_on_disk(policy, tmp_path):
     """A restarted engine loads those that it uses, and drops the same tokens."""
-    setting = f"{policy}:budget=24"
+    setting = f"{policy}:budget=24,least=1"
     expected = alone(setting)
     asked, disk = (
         prompts(130, 40, 97, 65),
@@ -373,7 +373,7 @@ def test_pages_of_prompts_are_on_disk(policy, tmp_path):
 @pytest.mark.parametrize("policy", POLICIES)
 def test_an_answer_goes_on_elsewhere(policy):
     """With the tokens that it has so far, an engine drops what the first one did."""
-    setting = f"{policy}:budget=24"
+    setting = f"{policy}:budget=24,least=1"
     whole = alone(setting)[2][0]
     (prompt,) = prompts(130, 40, 97)[2:]
     for length in (1, 20, 70):
@@ -383,12 +383,12 @@ def test_an_answer_goes_on_elsewhere(policy):
 
 
 def test_a_gpu_is_refused():
-    config = EngineConfig(model=str(checkpoint("llama")), kv_policy="window:budget=20")
+    config = EngineConfig(model=str(checkpoint("llama")), kv_policy="window:budget=20,least=1")
     spec = read_spec(config.model_path)
     check_eviction(config, spec, "cpu", "int8")
     with pytest.raises(ConfigError, match="kv_policy window needs backend cpu, not cuda"):
         check_eviction(config, spec, "cuda", "int8")
-    for setting in ("off", "quest:budget=20"):
+    for setting in ("off", "quest:budget=20,least=1"):
         check_eviction(dataclasses.replace(config, kv_policy=setting), spec, "cuda", "int8")
 
 

@@ -25,10 +25,10 @@ from tests.support.engine.fakes import make_kv, make_seq
 
 MAX_LEN = 256
 SETTINGS = (
-    "window:budget=12",
+    "window:budget=12,least=1",
     "h2o:budget=40%,least=1",
     "snapkv:budget=25%,least=1",
-    "pyramid:budget=16",
+    "pyramid:budget=16,least=1",
 )
 
 
@@ -141,7 +141,7 @@ def test_every_sequence_ends_and_all_memory_is_freed(queue, setting, seed):
 def test_forecasts_have_the_most_that_is_held():
     sequence = make_seq(num_prompt=100, num_tokens=300)
     assert entry_of(sequence, 200, 10, 1) == (209, 90, 1)
-    for setting, held in (("snapkv:budget=20", 20 + 199), ("h2o:budget=20", 84)):
+    for setting, held in (("snapkv:budget=20,least=1", 20 + 199), ("h2o:budget=20,least=1", 84)):
         sequence.drops = DropSchedule(parse_kv_policy(setting), 100, 2)
         assert entry_of(sequence, 200, 10, 1, 0.0) == (209, held, 1)
     assert sequence.most_held_tokens == 100, "the prompt is held in full"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from memory.policies.setting import parse_kv_policy
 from serve.runner.batch import make_batch
 from serve.runner.graph_shapes import StepShape, StepShapes
 from serve.runner.step_inputs import NUM_FIELDS, block_bytes, fields, fill
@@ -59,13 +60,32 @@ def test_rows_of_a_request_that_reads_everything_select_on_no_back_end(sequences
     from serve.runner.cuda_runner import _attention_step
 
     _, other, *_ = sequences
-    params = replace(other.request.params, kv_policy="off")
-    other.request = replace(other.request, params=params)
+    _say(other, "off")
     plan = make_plan(*[(sequence, 5) for sequence in sequences])
     expected = [5, other.max_tokens_total, 5, 5]
-    assert make_batch(plan, selects=True).attention.prompt_lens == expected
-    assert _attention_step(plan, selects=True).prompt_lens == expected
+    for step in (make_batch(plan, selects=True).attention, _attention_step(plan, selects=True)):
+        assert step.prompt_lens == expected and step.policies is None
     assert _attention_step(plan, selects=False).prompt_lens is None
+
+
+def test_rows_of_a_request_with_a_budget_of_its_own_have_it(sequences):
+    pytest.importorskip("triton")
+    from serve.runner.cuda_runner import _attention_step
+
+    _, other, third, _ = sequences
+    _say(other, "quest:budget=50%")
+    _say(third, "off")
+    plan = make_plan(*[(sequence, 5) for sequence in sequences])
+    policies = [None, parse_kv_policy("quest:budget=50%"), None, None]
+    for step in (make_batch(plan, selects=True).attention, _attention_step(plan, selects=True)):
+        assert step.policies == policies
+        assert step.prompt_lens == [5, 5, third.max_tokens_total, 5]
+    assert make_batch(plan).attention.policies is None
+
+
+def _say(sequence, kv_policy):
+    params = replace(sequence.request.params, kv_policy=kv_policy)
+    sequence.request = replace(sequence.request, params=params)
 
 
 def test_rows_without_padding(sequences):

@@ -113,7 +113,14 @@ class RawEngine:
         return num_pages
 
     def plan(
-        self, edits=(), queries=(), appends=(), number=None, epoch=None, prompt_lens=()
+        self,
+        edits=(),
+        queries=(),
+        appends=(),
+        number=None,
+        epoch=None,
+        prompt_lens=(),
+        policies=(),
     ) -> int:
         """Sends a plan, given as tuples of integers with the EditKind first in edits. Returns
         its number."""
@@ -124,6 +131,7 @@ class RawEngine:
             [Query(*query) for query in queries],
             [Append(*append) for append in appends],
             list(prompt_lens),
+            list(policies),
         )
         self.send(pack_plan(self.request.epoch if epoch is None else epoch, number, plan))
         return number

@@ -128,9 +128,9 @@ class RemoteRig:
             selection=template.selection,
         )
 
-    def step(self, rows, inputs, prompt_lens=None):
+    def step(self, rows, inputs, prompt_lens=None, policies=None):
         """Returns every layer's result. rows: (range, number of rows, tokens after them).
-        inputs: (q, k, v) for each layer. prompt_lens: as in AttentionStep."""
+        inputs: (q, k, v) for each layer. prompt_lens, policies: as in AttentionStep."""
         for item, num_rows, kv_len in rows:
             assert self.kv.grow(item, kv_len, kv_len - num_rows)
         self.kv.commit()
@@ -141,6 +141,7 @@ class RemoteRig:
             [n for _, n, _ in rows],
             [length for _, _, length in rows],
             prompt_lens,
+            policies,
         )
         plan = self.attention.plan(step)
         outs = []

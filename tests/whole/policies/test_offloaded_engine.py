@@ -302,7 +302,11 @@ LITTLE = {"dtype": "int8", "kv_offload_bytes": 8 << 20, "kv_cache_bytes": 8 << 2
         ({"kv_page_bytes": 65536}, "kv_page_bytes 65536 cannot be used with kv_offload_bytes"),
         ({"kv_cache_bytes": 1 << 18}, "kv_cache_bytes 262144 is too little for kv_offload_bytes"),
         ({"kv_cache_bytes": 2 * total_memory()}, "kv_cache_bytes: .* asked for, but this machine"),
-        ({"kv_offload_dir": "/dev/null/x"}, "kv_offload_dir /dev/null/x is no directory"),
+        ({"kv_offload_dir": "/dev/null/x"}, "kv_offload_dir /dev/null/x: there is no directory"),
+        (
+            {"kv_offload_dir": "/no/such/x"},
+            "kv_offload_dir /no/such/x: there is no directory /no/su",
+        ),
         ({"kv_offload_dir": "/dev/null"}, "kv_offload_dir /dev/null is no directory"),
         ({"kv_offload_bytes": 0}, "kv_offload_bytes must be a positive integer"),
         ({"kv_offload_bytes": None, "kv_offload_dir": "/tmp"}, "kv_offload_dir needs kv_offload"),
@@ -312,6 +316,12 @@ def test_what_cannot_be_is_refused_by_name(settings, problem, tmp_path):
     given = LITTLE | {"kv_offload_dir": tmp_path} | settings
     with pytest.raises(ConfigError, match=problem):
         LLM(DEFAULT_MODEL, **given)
+
+
+def test_the_log_says_which_directory_was_made(tmp_path, caplog):
+    for number in range(2):
+        with caplog.at_level("INFO"), LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path / "x"):
+            assert caplog.text.count(f"made the directory {tmp_path / 'x'}") == 1, number
 
 
 @pytest.mark.parametrize(("asked", "is_said"), [(1 << 40, True), (1 << 20, False)])

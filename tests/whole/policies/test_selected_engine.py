@@ -14,7 +14,7 @@ from memory.policies.setting import parse_kv_policy
 from ops.cpu import native_library
 from serve import LLM
 from serve.config import DEFAULT_MODEL, EngineConfig
-from serve.errors import ConfigError, RequestError
+from serve.errors import ConfigError
 from serve.loading.model_source import load_weights, read_source
 from serve.loading.runtime import load_runtime
 from serve.models.progress import LoadProgress
@@ -211,15 +211,6 @@ def test_a_request_reads_everything_where_it_says_so():
         answers(llm, [longer], params(60))  # now these tokens have K/V of answers that select
         assert answers(llm, [longer], params(60, kv_policy="off")) == then
         assert llm.stats().pages_in_use == 0
-
-
-def test_an_engine_that_drops_kv_refuses_to_keep_that_of_a_request():
-    one, settings = params(3, kv_policy="off"), SETTINGS | {"kv_policy": "h2o:budget=25%"}
-    with LLM(DEFAULT_MODEL, **settings) as llm, pytest.raises(RequestError, match="h2o") as caught:
-        llm.generate([{"prompt_token_ids": [5]}], one, use_tqdm=False)
-    assert caught.value.param == "kv_policy"
-    with pytest.raises(RequestError, match='kv_policy must be "off"'):
-        params(3, kv_policy="quest")
 
 
 def test_several_answers_to_one_prompt_have_the_bits_of_each_alone():

@@ -49,16 +49,21 @@ def prompts_of(rows):
     return [PROMPTS[name] for name, _, _ in rows]
 
 
-def local_results(local, layers):
-    """Returns the results of all drawn steps over this machine's memory."""
+def local_results(local, layers, policies=None):
+    """Returns the results of all drawn steps over this machine's memory. policies: those of the
+    sequences, if they have budgets of their own."""
     found = []
     for rows, inputs in drawn_steps(layers):
-        found += local.step(rows, inputs, prompts_of(rows))
+        found += local.step(rows, inputs, prompts_of(rows), of_rows(policies, rows))
     return found
 
 
-def results(rig, layers):
-    """Returns the results of all drawn steps over a rig's nodes."""
+def of_rows(policies, rows):
+    return None if policies is None else [policies[name] for name, _, _ in rows]
+
+
+def results(rig, layers, policies=None):
+    """Returns the results of all drawn steps over a rig's nodes. policies: as in local_results."""
     items = [kv.open(700) for kv in rig.kvs for _ in range(len(PROMPTS) // len(rig.kvs))]
     found = []
     for rows, inputs in drawn_steps(layers):
@@ -67,7 +72,7 @@ def results(rig, layers):
             assert rig.kvs[_partition(rig, item)].grow(item, length, length - n)
         for kv in rig.kvs:
             kv.commit()
-        found += rig.step(named, inputs, prompts_of(rows))
+        found += rig.step(named, inputs, prompts_of(rows), of_rows(policies, rows))
     return found
 
 
@@ -103,6 +108,20 @@ def test_results_have_the_bits_of_local_attention(kv_dtype, names, partition, wi
     rig.close()
     whole = local_results(Local(layers, kv_dtype), layers)
     assert not is_same(expected, whole), "the policy changes what rows read"
+
+
+@pytest.mark.parametrize(("names", "partition"), [("ab", "head"), ("ab", "request")])
+def test_budgets_of_sequences_have_the_bits_of_local_attention(names, partition):
+    own = (None, FEW, KVPolicy("quest", share=0.5, least=16), KVPolicy("quest", share=1.0))
+    layers = layers_of(2)
+    rig = RemoteRig(layers, tuple(names), partition, "int8", kv_policy=QUEST)
+    local = Local(layers, "int8", QUEST)
+    expected = local_results(local, layers, own)
+    assert is_same(results(rig, layers, own), expected)
+    assert rig.attention.selection.counts() == local.selection.counts()
+    rig.close()
+    same = local_results(Local(layers, "int8", QUEST), layers)
+    assert not is_same(expected, same), "the budgets change what rows read"
 
 
 @pytest.mark.parametrize(

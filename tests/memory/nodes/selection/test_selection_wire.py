@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import struct
 from dataclasses import replace
 
 import pytest
@@ -9,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory.nodes.attach import AttachRequest, NodeLayout
-from memory.nodes.wire import ErrorCode, NodePlan, WireError, pack_plan, read_plan
+from memory.nodes.wire import ErrorCode, NodePlan, Query, WireError, pack_plan, read_plan
 from memory.policies.setting import KVPolicy
 from tests.memory.nodes.test_wire import PLANS, REQUEST, U32, U64, as_sent, code_of, view
 
 QUEST = KVPolicy("quest", share=0.12)
+
+POSITIVE = st.integers(1, 2**32 - 1)
+SHARES = st.floats(0, 1, exclude_min=True)
+BUDGETS = st.one_of(
+    st.none(),
+    st.builds(lambda tokens, least: KVPolicy("quest", tokens, None, least), POSITIVE, POSITIVE),
+    st.builds(lambda share, least: KVPolicy("quest", None, share, least), SHARES, POSITIVE),
+)
 
 
 @st.composite
@@ -21,6 +31,13 @@ def selecting_plans(draw) -> NodePlan:
     plan = draw(PLANS)
     count = len(plan.queries)
     return plan._replace(prompt_lens=draw(st.lists(U32, min_size=count, max_size=count)))
+
+
+@st.composite
+def plans_with_budgets(draw) -> NodePlan:
+    plan = draw(selecting_plans())
+    count = len(plan.queries)
+    return plan._replace(policies=draw(st.lists(BUDGETS, min_size=count, max_size=count)))
 
 
 @given(U32, U64, selecting_plans())
@@ -34,6 +51,45 @@ def test_prompt_lengths_follow_where_rows_select(epoch, number, plan):
         assert code_of(read_plan, message) is ErrorCode.FORM
         with pytest.raises(WireError, match="a plan of"):
             read_plan(view(without), selects=True)
+
+
+@given(U32, U64, plans_with_budgets())
+def test_budgets_follow_where_queries_have_their_own(epoch, number, plan):
+    message = view(pack_plan(epoch, number, plan))
+    assert read_plan(message, selects=True) == plan
+    if plan.queries:
+        assert code_of(read_plan, message) is ErrorCode.FORM, "in a session without a policy"
+        for cut in (1, 16) if len(plan.queries) > 1 else (1,):
+            with pytest.raises(WireError, match="a plan of"):
+                read_plan(message[:-cut], selects=True)
+
+
+def test_a_budget_beyond_all_sequences_is_sent_as_the_largest():
+    plan = NodePlan([], [Query(0, 1, 40)], [], [5], [KVPolicy("quest", tokens=10**40)])
+    [found] = read_plan(view(pack_plan(1, 1, plan)), selects=True).policies
+    assert found == KVPolicy("quest", tokens=2**32 - 1)
+
+
+@pytest.mark.parametrize(
+    "budget",
+    [
+        (5, 1, 0.5),
+        (0, 1, 0.0),
+        (5, 0, 0.0),
+        (0, 0, 0.5),
+        (0, 1, 1.5),
+        (0, 1, -0.5),
+        (0, 1, math.inf),
+        (0, 1, math.nan),
+        (5, 1, math.nan),
+    ],
+)
+def test_absurd_budgets_are_refused(budget):
+    plan = NodePlan([], [Query(0, 1, 40)], [], [5], [QUEST])
+    message = bytearray(pack_plan(1, 1, plan))
+    struct.pack_into("<IId", message, len(message) - 16, *budget)
+    with pytest.raises(WireError, match="a budget of"):
+        read_plan(memoryview(message), selects=True)
 
 
 @pytest.mark.parametrize(

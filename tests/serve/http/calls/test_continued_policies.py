@@ -48,7 +48,7 @@ def run_with(policies: tuple[str, str], check: Any) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("policy", ["quest:budget=32", "h2o:budget=32"])
+@pytest.mark.parametrize("policy", ["quest:budget=32,least=1", "h2o:budget=32,least=1"])
 def test_a_stream_goes_on_under_a_policy(policy: str) -> None:
     async def check(pair: Pair) -> None:
         status, whole = await pair.post(0, PATH, BODY)
@@ -73,4 +73,4 @@ def test_a_server_with_another_policy_refuses() -> None:
         status, refusal = await pair.post(1, PATH, BODY | {"continuation": log.continuation})
         assert status == 409 and b"kv_policy differs" in refusal, refusal
 
-    run_with(("quest:budget=32", "off"), check)
+    run_with(("quest:budget=32,least=1", "off"), check)

@@ -93,13 +93,14 @@ def test_a_whole_request_is_tokenized_and_looked_up(client: Client) -> None:
 
 
 @pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
-def test_requests_that_read_all_kv_find_only_that_of_their_kind() -> None:
+@pytest.mark.parametrize("own", ["off", "quest:budget=50%"])
+def test_requests_with_a_kv_policy_of_their_own_find_only_that_of_their_kind(own: str) -> None:
     settings = {"kv_policy": "quest:budget=64", "dtype": "int8", "kv_page_bytes": 4096}
     with ServerThread(engine(**settings)) as server:
         client = Client(server.url)
         body = {"model": "m", "prompt": PROMPT, "max_tokens": 2}
-        assert client.post("/v1/completions", {**body, "kv_policy": "off"}).status_code == 200
-        assert client.load(**body, kv_policy="off")["cached_tokens"] >= 64
+        assert client.post("/v1/completions", {**body, "kv_policy": own}).status_code == 200
+        assert client.load(**body, kv_policy=own)["cached_tokens"] >= 64
         assert client.load(**body)["cached_tokens"] == 0
 
 

@@ -43,7 +43,7 @@ COMMON: dict[str, list[Any]] = {
     "bad_words": [ABSENT, ["a"], ["x" * 256, " the"]],
     "priority": [-(2**31), 2**31 - 1, None],
     "cache_salt": [ABSENT, "s" * 128],
-    "kv_policy": [ABSENT, "off"],
+    "kv_policy": [ABSENT, "off", None],
     "return_token_ids": [True, False],
     "stream": [True, False],
     "stream_options": [

@@ -1,0 +1,124 @@
+"""`serve plan` predicts K/V of running sequences that is in a file beyond memory."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from bench.plan.cost import Machine, MachineCost
+from bench.plan.efficiency import expected
+from bench.plan.hardware import HERE, Device, load_devices
+from bench.plan.kv_beyond_memory import KVBeyondMemory, KVOffload, kv_beyond_memory
+from bench.plan.run import run
+from bench.plan.shapes import Precision, load_shape
+from memory.attention.offloaded import OffloadedKVLayout
+from memory.attention.seam import AttentionLayer
+from serve.errors import ConfigError
+
+INT8 = Precision("int8", "int8")
+MODEL = "llama-3.2-1b"
+GIB = 1 << 30
+
+
+def cost_of(model: str = MODEL, precision: Precision = INT8, kind: str = "cpu") -> MachineCost:
+    device: Device = next(each for each in load_devices(None).values() if each.kind == kind)
+    device = replace(device, memory_bytes=64e9)
+    return MachineCost(load_shape(model), precision, Machine(device), expected(device, precision))
+
+
+def planned(
+    policy: str = "off", memory: int = GIB, file: int = 7 * GIB, disk: float = 1e9
+) -> KVBeyondMemory:
+    return kv_beyond_memory(cost_of(), KVOffload(file, memory, policy, disk), (1, 4), (8192, 65536))
+
+
+def test_tokens_are_those_of_memory_and_file_in_blocks_of_the_disk() -> None:
+    found = planned()
+    layout = OffloadedKVLayout([AttentionLayer(8, 8, 64, 0.125)] * 16, 64)
+    assert found.token_bytes == layout.tile_bytes // 16
+    assert found.tokens == 8 * GIB // found.token_bytes
+    assert found.bounds_bytes == 0
+    chosen = planned("quest:budget=12%")
+    assert chosen.tokens == found.tokens
+    assert 0.05 < chosen.bounds_bytes / (8 * GIB) < 0.08
+
+
+def test_a_step_reads_what_memory_lacks_at_the_disks_rate() -> None:
+    slow, fast = planned(disk=1e8), planned(disk=1e9)
+    for one, other in zip(slow.steps, fast.steps, strict=True):
+        whole = one.batch * one.context * slow.token_bytes
+        assert one.kv_bytes == whole and one.read_bytes == other.read_bytes
+        assert one.read_bytes == pytest.approx(max(0.0, whole - GIB))
+        assert one.seconds - other.seconds == pytest.approx(one.read_bytes * 9e-9)
+    assert slow.steps[0].held == 1.0, "8,192 tokens are in memory"
+    assert slow.steps[0].read_bytes == 0.0
+    assert slow.steps[0].seconds == fast.steps[0].seconds
+
+
+def test_a_policy_reads_the_tiles_that_one_of_the_heads_chooses() -> None:
+    (*_, whole), (*_, chosen), (*_, fewer) = (
+        planned(policy).steps for policy in ("off", "quest:budget=12%", "quest:budget=6%")
+    )
+    for step, share in ((chosen, 0.12), (fewer, 0.06)):
+        missing = 1 - step.held
+        of_any = 1 - (1 - share) ** 8
+        assert step.read_bytes == pytest.approx(step.kv_bytes * missing * of_any, rel=1e-3)
+        assert step.held < whole.held, "the bounds are in memory, too"
+    assert fewer.seconds < chosen.seconds < whole.seconds
+
+
+def test_batches_that_do_not_fit_are_left_out() -> None:
+    small = planned(file=GIB)
+    fitting = [(step.batch, step.context) for step in small.steps]
+    assert fitting == [(1, 8192), (1, 65536), (4, 8192)]
+    assert len(planned(file=15 * GIB).steps) == 4
+
+
+@pytest.mark.parametrize(
+    ("cost", "asked", "message"),
+    [
+        (("qwen3.5-0.8b",), {}, "kv-offload-bytes cannot be used with qwen3.5-0.8b, which has sta"),
+        (("gemma-3-4b",), {}, "gemma-3-4b, which has windows"),
+        (("deepseek-v2-lite",), {}, "deepseek-v2-lite, which has latent K/V"),
+        ((MODEL, Precision("int8", "bfloat16")), {}, "kv-offload-bytes needs kv-dtype int8"),
+        ((MODEL, INT8, "gpu"), {}, "needs one machine that computes on its CPU"),
+        ((), {"policy": "h2o:budget=12%"}, "kv-policy h2o cannot be used with kv-offload-bytes"),
+        ((), {"policy": "quest:budget=12"}, "did you mean quest:budget=12%"),
+        ((), {"disk_bytes_per_s": None}, "kv-offload-bytes needs disk-rate for a machine"),
+        ((), {"memory_bytes": 1 << 20}, "kv-cache-bytes 1048576 is too little for"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(cost, asked, message) -> None:  # type: ignore[no-untyped-def]
+    options = {"memory_bytes": GIB, "disk_bytes_per_s": 1e9} | asked
+    with pytest.raises(ConfigError, match=message):
+        kv_beyond_memory(cost_of(*cost), KVOffload(GIB, **options), (1,), (8192,))
+
+
+def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost = cost_of()
+    here = replace(cost.machine.device, name=HERE)
+    cost = MachineCost(cost.shape, INT8, Machine(here), cost.efficiency)
+    asked = KVOffload(GIB, GIB, folder=Path("/no/such"))
+    with pytest.raises(ConfigError, match="kv-offload-dir /no/such: No such file"):
+        kv_beyond_memory(cost, asked, (1,), (8192,))
+    monkeypatch.setattr("bench.common.random_reads.disk_rate", lambda folder, unit: 5e8)
+    found = kv_beyond_memory(cost, asked, (1,), (8192,))
+    assert found.disk_bytes_per_s == 5e8 and found.is_measured
+
+
+def test_the_plan_says_it_of_one_machine(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    offload = KVOffload(7 * GIB, GIB, "quest:budget=12%", 5e8)
+    file, [machine] = tmp_path / "plan.json", [cost_of().machine.name]
+    run(MODEL, machines=[machine], batches=[4], offload=offload, json_file=file)
+    said = " ".join(capsys.readouterr().out.split())
+    found = json.loads(file.read_text())["kv_beyond_memory"]
+    assert f"K/V beyond memory: {found['tokens']:,} tokens of all sequences in 1 GiB" in said
+    assert "477 MiB/s (given)" in said
+    assert [step["batch"] for step in found["steps"]] == [4] * len(found["steps"])
+    with pytest.raises(ConfigError, match="kv-offload-bytes needs exactly one machine"):
+        run(MODEL, offload=offload)
