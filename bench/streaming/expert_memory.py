@@ -1,6 +1,6 @@
-"""Which experts are in a memory that holds so many of them, as a step uses one mixture after another.
+"""Which experts are in a memory that has room for so many, while mixtures are used in turn.
 
-`Lru` drops what was used least recently, `Oracle` what is used again last, which no policy can beat.
+`Lru` drops what was used least recently, `Oracle` what is used again last: no policy can beat it.
 What is used now stays.
 """
 

@@ -3,15 +3,15 @@
     LLAMA_PYTHON -m bench.streaming.mapped_experts MODEL.gguf < job.json
 
 LLAMA_PYTHON has llama-cpp-python, gguf and numpy; LLAMA_CPP_LIB_PATH may name another build of its
-library. A job has what run.py wrote: sequences (prompts with the tokens that were answered), prompt
-(the tokens of each prompt), experts (how many there is memory for) and start (those that are there).
+library. A job is what run.py made: sequences (prompts with the tokens that were answered), prompt
+(the tokens of each prompt), experts (how many there is memory for), start (those that are there).
 
-llama.cpp reads the experts by page faults, as with a limit on its memory. What a limit would
-drop is dropped here, whole experts at a time: when a layer's router has chosen, those experts give
-way that a policy names, so that there are never more than the limit. Two policies bound what the
-system would do: LRU, and the oracle, which knows the future, so that no system can drop better.
-Everything is in favour of llama.cpp: what is no expert always stays, dropping is not
-counted as time, and the tokens are given, so that it need not draw them.
+llama.cpp reads the experts by page faults, as with a limit on its memory. What a limit would drop
+is dropped here, whole experts at a time: when a layer's router has chosen, a policy names those
+that stay, and the pages of all others are dropped (madvise with MADV_PAGEOUT, posix_fadvise). Two
+policies bound what the system would do: LRU, and the oracle, which knows the future, so that no
+system can drop better. Everything is in favour of llama.cpp: what is no expert always stays,
+dropping is not counted as time, and the tokens are given, so that it need not draw them.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ DECAY = 0.95  # of how often an expert was used, per step
 _LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
 _LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
-_MAX_SUM_BYTES = 32 << 20  # of experts' results; with more rows, computing outlasts reading anyway
+MAX_SUM_BYTES = 32 << 20  # of experts' results; with more rows, computing outlasts reading anyway
 Ints = np.ndarray
 
 
@@ -123,7 +123,7 @@ class ExpertSlots:
         is_there = self._come(mixture, wanted)
         if not is_there.all():
             size = bytes_of_pairs(routing, self._num_out)
-            if len(wanted) > self.num_slots or size <= _MAX_SUM_BYTES:
+            if len(wanted) > self.num_slots or size <= MAX_SUM_BYTES:
                 return self._as_they_come(mixture, wanted, is_there, x, routing, residual)
             self._wait(mixture, wanted)
         return self._op(x, self._in_slots(mixture, routing), residual)
