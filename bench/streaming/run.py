@@ -25,6 +25,7 @@ server has, in the same rounds (mapped_experts.py).
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
@@ -53,6 +54,7 @@ from serve.sampling_params import SamplingParams
 _PROMPT, _KV_BYTES = 8, 256 << 20
 _DISK_S = 1.0
 _MIXTURE_LAYERS = 4
+_TURNS = itertools.count()  # what is measured first changes, as experts that are used stay
 
 
 @dataclass(slots=True)
@@ -179,9 +181,13 @@ def measure_mixture(
     llm: LLM, file: Path, requests: int, args: argparse.Namespace, memory: Answers
 ) -> tuple[Measured, Traced]:
     """Measures one number of requests as `measure`, and what it is compared with."""
-    one, traced = measure(llm, file, requests, args, memory)
+    is_first = next(_TURNS) % 2 == 0
+    if is_first:
+        one, traced = measure(llm, file, requests, args, memory)
     with waiting_for_all():
         other, _ = measure(llm, file, requests, args, memory)
+    if not is_first:
+        one, traced = measure(llm, file, requests, args, memory)
     one.waiting_tokens_s = other.tokens_s
     one.is_equal &= other.is_equal
     one.heat = heat_hits(traced.trace, traced.slots, traced.start)

@@ -222,11 +222,11 @@ class ExpertSlots:
 
     def _has_come(self, slot: int) -> bool:
         fetch = self._fetches.get(slot)
-        if fetch is None:
-            return True
-        if fetch.is_done:
+        if fetch is not None and not fetch.is_done:
+            return False
+        if fetch is not None:
             self._wait_for(slot)
-        return fetch.is_done
+        return True
 
     def _wait(self, mixture: int, experts: Ints) -> None:
         """Waits for experts that have a slot. WeightsLostError."""

@@ -183,3 +183,26 @@ def test_one_that_is_lost_is_an_error_and_read_again_by_the_next_step() -> None:
     reader.lost = None
     assert torch.equal(slots.compute(0, x, routing, residual), op(x, routing, kept))
     assert reader.log.count("read 4") == 2
+
+
+class SuddenlyLost(Fetch):
+    """A fetch that fails just after it was looked at."""
+
+    @property
+    def is_done(self) -> bool:
+        was_done = super().is_done
+        if not was_done:
+            self.end_piece(WeightsLostError("gone"))
+        return was_done
+
+
+@needs_kernels
+@pytest.mark.usefixtures("seeded")
+def test_one_that_fails_while_it_is_looked_at_is_not_computed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reader = LateReader(random.Random(0))
+    monkeypatch.setattr(reader, "fetch", lambda unit, _: SuddenlyLost(unit.name, 1))
+    slots = slots_with(native("int8", scales_input=False), [1, 2, 5], reader)
+    with pytest.raises(WeightsLostError):
+        slots.compute(0, torch.randn(4, SIZE), every_expert(4), None)
