@@ -9,8 +9,8 @@ library. A job is what run.py made: sequences (prompts with the tokens that were
 llama.cpp reads the experts by page faults, as with a limit on its memory. What a limit would drop
 is dropped here, whole experts at a time: when a layer's router has chosen, a policy names those
 that stay, and the pages of all others are dropped (madvise with MADV_PAGEOUT, posix_fadvise). Two
-policies bound what the system would do: LRU, and the oracle, which knows the future, so that no
-system can drop better. Everything is in favour of llama.cpp: what is no expert always stays,
+policies are measured: LRU, about what a system does, and the oracle, which knows the future, so
+that no system can drop better. Everything is in favour of llama.cpp: what is no expert always stays,
 dropping is not counted as time, and the tokens are given, so that it need not draw them.
 """
 
