@@ -10,7 +10,7 @@ llama.cpp reads the experts by page faults, as with a limit on its memory. What 
 is dropped here, whole experts at a time: when a layer's router has chosen, a policy names those
 that stay, and the pages of all others are dropped (madvise with MADV_PAGEOUT, posix_fadvise). Two
 policies are measured: LRU, about what a system does, and the oracle, which knows the future, so
-that no system can drop better. Everything is in favour of llama.cpp: what is no expert always stays,
+that no system can drop better. It is in favour of llama.cpp: what is no expert always stays,
 dropping is not counted as time, and the tokens are given, so that it need not draw them.
 """
 
