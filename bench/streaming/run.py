@@ -10,21 +10,29 @@ A model with random weights is served twice: with all weights in memory, and wit
     share    of the disk that the steps use
     hits     of experts in memory when they were used, read ahead or not; heat, LRU, oracle: what
              the server's policy and two others would have without reading ahead
+    waiting  tokens a second if a layer's experts are all waited for before the first is computed
 
 The file is read past the page cache (O_DIRECT), so that it does not count; the anonymous memory of
 the process is shown. `--mixture` takes a mixture of experts, of which half fit, and compares the
 experts that were in memory with what LRU and the best policy of all would have had there.
+With `--rounds`, all take turns, and the round with the median tokens per second is shown.
 `--llama-server` and `--gguf` measure passes of llama.cpp over the same weights, which are dropped
 from memory before each pass (mapped_server.py): with less memory than weights, it reads most so.
+`--llama-python` and `--gguf` measure it over a mixture, with memory for as many experts as the
+server has, in the same rounds (mapped_experts.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import statistics
+import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -33,9 +41,11 @@ from rich.table import Table
 
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
-from bench.streaming.expert_traces import Access, Expert, heat_hits, lru_hits, oracle_hits
+from bench.streaming.expert_memory import Access, Expert
+from bench.streaming.expert_traces import heat_hits, lru_hits, oracle_hits
 from bench.streaming.mapped_server import MappedServer
 from serve.engine.llm import LLM
+from serve.loading.streaming import experts as streamed_experts
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.stream import WeightStream
 from serve.machine import usable_processors
@@ -44,6 +54,7 @@ from serve.sampling_params import SamplingParams
 _PROMPT, _KV_BYTES = 8, 256 << 20
 _DISK_S = 1.0
 _MIXTURE_LAYERS = 4
+_TURNS = itertools.count()  # what is measured first changes, as experts that are used stay
 
 
 @dataclass(slots=True)
@@ -62,6 +73,8 @@ class Measured:
     heat: float | None = None
     lru: float | None = None
     oracle: float | None = None
+    waiting_tokens_s: float | None = None
+    llama: dict[str, dict[str, float]] | None = None  # as mapped_experts.py prints it
 
     @property
     def share(self) -> float:
@@ -111,35 +124,101 @@ def stream_of(llm: LLM) -> WeightStream:
 
 def measure(
     llm: LLM, file: Path, requests: int, args: argparse.Namespace, memory: Answers
-) -> tuple[Measured, list[Access], list[Expert]]:
+) -> tuple[Measured, Traced]:
     """Measures one number of requests, with the disk's bandwidth before and after."""
-    stream, tokens, start = stream_of(llm), args.tokens, []
-    trace: list[Access] = []
+    stream, tokens = stream_of(llm), args.tokens
     answer(llm, requests, 2, is_drawn=args.mixture)
-    for slots in stream.slots[:1]:
-        start = slots.content()
-        slots.on_use = lambda mixture, experts: trace.append((mixture, experts))
+    traced = Traced.on(stream)
     disk = [disk_speed(file, stream.pieces, _DISK_S)]
     before = stream.stats()
     found = answer(llm, requests, tokens, is_drawn=args.mixture)
     after = stream.stats()
     disk.append(disk_speed(file, stream.pieces, _DISK_S))
     uses = [getattr(after, name) - getattr(before, name) for name in _EXPERT_COUNTS]
-    return (
-        Measured(
-            requests,
-            found.tokens == memory.tokens,
-            requests * tokens / memory.seconds,
-            requests * tokens / found.seconds,
-            found.seconds / tokens,
-            (after.read_bytes - before.read_bytes) / found.seconds,
-            sum(disk) / 2,
-            (after.stalled_s - before.stalled_s) / found.seconds,
-            uses[0] / sum(uses) if sum(uses) else None,
-        ),
-        trace,
-        start,
+    one = Measured(
+        requests,
+        found.tokens == memory.tokens,
+        requests * tokens / memory.seconds,
+        requests * tokens / found.seconds,
+        found.seconds / tokens,
+        (after.read_bytes - before.read_bytes) / found.seconds,
+        sum(disk) / 2,
+        (after.stalled_s - before.stalled_s) / found.seconds,
+        uses[0] / sum(uses) if sum(uses) else None,
     )
+    return one, traced
+
+
+@dataclass(slots=True)
+class Traced:
+    """The experts that were used, and those that were there at first. slots: how many can be."""
+
+    slots: int
+    start: list[Expert]
+    trace: list[Access]
+
+    @staticmethod
+    def on(stream: WeightStream) -> Traced:
+        """Begins to note."""
+        traced = Traced(0, [], [])
+        for slots in stream.slots[:1]:
+            traced.slots, traced.start = slots.num_slots, slots.content()
+            slots.on_use = lambda mixture, experts: traced.trace.append((mixture, experts))
+        return traced
+
+
+@contextmanager
+def waiting_for_all() -> Iterator[None]:
+    """Meanwhile no expert is computed before all of its layer are there."""
+    before, streamed_experts.MAX_SUM_BYTES = streamed_experts.MAX_SUM_BYTES, -1
+    try:
+        yield
+    finally:
+        streamed_experts.MAX_SUM_BYTES = before
+
+
+def measure_mixture(
+    llm: LLM, file: Path, requests: int, args: argparse.Namespace, memory: Answers
+) -> tuple[Measured, Traced]:
+    """Measures one number of requests as `measure`, and what it is compared with."""
+    is_first = next(_TURNS) % 2 == 0
+    if is_first:
+        one, traced = measure(llm, file, requests, args, memory)
+    with waiting_for_all():
+        other, _ = measure(llm, file, requests, args, memory)
+    if not is_first:
+        one, traced = measure(llm, file, requests, args, memory)
+    one.waiting_tokens_s = other.tokens_s
+    one.is_equal &= other.is_equal
+    one.heat = heat_hits(traced.trace, traced.slots, traced.start)
+    one.lru = lru_hits(traced.trace, traced.slots, traced.start)
+    one.oracle = oracle_hits(traced.trace, traced.slots, traced.start)
+    if args.llama_python:
+        one.llama = mapped(args, requests, memory, traced)
+    return one, traced
+
+
+def mapped(
+    args: argparse.Namespace, requests: int, memory: Answers, traced: Traced
+) -> dict[str, dict[str, float]]:
+    """Measures llama.cpp with the same tokens and memory for as many experts."""
+    pairs = zip(prompts(requests), memory.tokens, strict=True)
+    job = {
+        "sequences": [prompt + tokens for prompt, tokens in pairs],
+        "prompt": _PROMPT,
+        "experts": traced.slots,
+        "start": traced.start,
+    }
+    command = [args.llama_python, "-m", "bench.streaming.mapped_experts", str(args.gguf)]
+    command += ["--threads", str(usable_processors())]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, input=json.dumps(job), capture_output=True, text=True, check=True, cwd=root
+    )
+    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    for each in found.values():
+        each["tokens_s"] = requests * args.tokens / each["seconds"]
+    return found
 
 
 _EXPERT_COUNTS = ("expert_hits", "expert_late", "expert_misses")
@@ -203,16 +282,15 @@ def run(args: argparse.Namespace) -> list[Measured]:
         del whole
         share = args.share or (0.5 if args.mixture else 1 / 3)
         llm = open_model(model, packed, int(total * share))
+        once = measure_mixture if args.mixture else measure
         for count in counts:
-            one, trace, found_at_start = measure(llm, file, count, args, memory[count])
-            slots = stream_of(llm).slots[0] if trace else None
-            if slots is not None:
-                start = found_at_start
-                one.heat = heat_hits(trace, slots.num_slots, start)
-                traces[count] = {"slots": slots.num_slots, "start": start, "trace": trace}
-                one.lru = lru_hits(trace, slots.num_slots, start)
-                one.oracle = oracle_hits(trace, slots.num_slots, start)
+            rounds = [once(llm, file, count, args, memory[count]) for _ in range(args.rounds)]
+            rounds.sort(key=lambda each: each[0].tokens_s)
+            one, traced = rounds[len(rounds) // 2]
+            waits = [each.waiting_tokens_s for each, _ in rounds if each.waiting_tokens_s]
+            one.waiting_tokens_s = statistics.median(waits) if waits else None
             found.append(one)
+            traces[count] = asdict(traced)
         stream = stream_of(llm)
         console.print(
             f"{model.name}: {total / 1e6:,.0f} MB of weights, {stream.num_bytes / 1e6:,.0f} MB in"
@@ -220,6 +298,8 @@ def run(args: argparse.Namespace) -> list[Measured]:
         )
         llm.shutdown()
     console.print(as_table(found))
+    if args.llama_python:
+        console.print(llama_table(found))
     if args.llama_server:
         beside(console, args.llama_server, args.gguf, counts)
     if args.trace:
@@ -233,7 +313,7 @@ def as_table(found: Sequence[Measured]) -> Table:
     names = ["requests", "equal", "tok/s in memory", "tok/s", "step ms", "read MB/s", "disk MB/s"]
     names += ["share", "stalled"]
     if found and found[0].hits is not None:
-        names += ["hits", "heat", "LRU", "oracle"]
+        names += ["hits", "heat", "LRU", "oracle", "waiting"]
     table = Table(*names)
     for one in found:
         cells = [
@@ -249,7 +329,21 @@ def as_table(found: Sequence[Measured]) -> Table:
         ]
         rates = (one.hits, one.heat, one.lru, one.oracle)
         cells += [f"{each:.1%}" for each in rates if each is not None]
+        if one.waiting_tokens_s is not None:
+            cells.append(f"{one.waiting_tokens_s:.1f}")
         table.add_row(*cells)
+    return table
+
+
+def llama_table(found: Sequence[Measured]) -> Table:
+    table = Table("llama.cpp, requests", "memory", "tok/s", "hits", "read MB/s", "dropping s")
+    for one in found:
+        for name, each in (one.llama or {}).items():
+            cells = [str(one.requests), name, f"{each['tokens_s']:.2f}"]
+            if "hits" in each:
+                cells += [f"{each['hits']:.1%}", f"{each['read'] / each['seconds'] / 1e6:,.0f}"]
+                cells.append(f"{each['dropping']:.1f}")
+            table.add_row(*cells)
     return table
 
 
@@ -262,6 +356,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=12, help="of each answer")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured")
     parser.add_argument("--llama-server", help="the program of llama.cpp")
+    parser.add_argument("--llama-python", help="a Python with llama-cpp-python and gguf")
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
     parser.add_argument("--trace", type=Path, help="where the experts that were used are written")
     parser.add_argument("--json", type=Path, help="where the figures are written")

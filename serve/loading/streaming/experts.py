@@ -1,9 +1,10 @@
 """Slots of memory for the experts of all mixtures, of which not all fit.
 
 One native operator covers all slots; a row's experts are translated to the slots where they are, so
-that the kernel computes what it would over experts that were all resident, with the same bits. The
-experts that were used most often stay: a step goes through the layers in turn, so that the expert
-that was used least recently is the one that is needed next.
+that the kernel computes what it would over experts that were all resident, with the same bits.
+While some experts of a step are read, those that are there are computed, and the others as they
+come. The experts that were used most often stay: a step goes through the layers in turn, so that
+the expert that was used least recently is the one that is needed next.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ops.backend import ExpertsOp, Router, Routing
+from serve.loading.streaming.expert_sums import PairSums, bytes_of_pairs
 from serve.loading.streaming.reader import Fetch, WeightReader
 from serve.loading.streaming.units import Unit
 
@@ -23,6 +25,7 @@ DECAY = 0.95  # of how often an expert was used, per step
 _LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
 _LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
+MAX_SUM_BYTES = 32 << 20  # of experts' results; with more rows, computing outlasts reading anyway
 Ints = np.ndarray
 
 
@@ -113,12 +116,16 @@ class ExpertSlots:
             return x if residual is None else residual
         wanted = np.unique(routing.experts.numpy())
         self._note(mixture, wanted)
-        if len(wanted) > self.num_slots:
-            return self._in_passes(mixture, wanted, x, routing, residual)
+        self._forget_failed(mixture, wanted)
         self._bring(mixture, wanted, wanted)
-        if guess is not None:
+        if guess is not None and len(wanted) <= self.num_slots:
             self._read_ahead(mixture + 1, np.unique(guess().numpy()), mixture, wanted)
-        self._wait(mixture, wanted)
+        is_there = self._come(mixture, wanted)
+        if not is_there.all():
+            size = bytes_of_pairs(routing, self._num_out)
+            if len(wanted) > self.num_slots or size <= MAX_SUM_BYTES:
+                return self._as_they_come(mixture, wanted, is_there, x, routing, residual)
+            self._wait(mixture, wanted)
         return self._op(x, self._in_slots(mixture, routing), residual)
 
     def _note(self, mixture: int, wanted: Ints) -> None:
@@ -157,6 +164,7 @@ class ExpertSlots:
             return
         self.stats.guesses += len(self._ahead[1])
         used_slots = self._slot_of[now, used]
+        self._forget_failed(mixture, experts)
         self._bring(mixture, experts, experts, used_slots)
         self._guessed = self._slot_of[mixture, experts]
 
@@ -164,8 +172,8 @@ class ExpertSlots:
         self, mixture: int, experts: Ints, kept: Ints, kept_slots: Ints | None = None
     ) -> None:
         """Starts to read those experts that have no slot, into the slots of the least used ones,
-        but for `kept` of this mixture and other slots, and what was read ahead."""
-        self._forget_failed(mixture, experts)
+        but for `kept` of this mixture and other slots, and what was read ahead. Those for which
+        there is no slot are left out."""
         missing = experts[self._slot_of[mixture, experts] < 0]
         if not len(missing):
             return
@@ -178,7 +186,8 @@ class ExpertSlots:
         guessed = self._guessed[np.isfinite(cost[self._guessed])]
         if int(np.isfinite(cost).sum()) - len(guessed) >= len(missing):
             cost[guessed] = np.inf
-        for slot, expert in zip(np.argsort(cost, kind="stable"), missing, strict=False):
+        free = np.argsort(cost, kind="stable")[: int(np.isfinite(cost).sum())]
+        for slot, expert in zip(free, missing, strict=False):
             self._read(int(slot), mixture, int(expert))
 
     def _forget_failed(self, mixture: int, experts: Ints) -> None:
@@ -205,69 +214,64 @@ class ExpertSlots:
         self._fetches[slot] = self.reader.fetch(unit, self._addresses[slot])
         self.fill(slot, mixture, expert)
 
+    def _come(self, mixture: int, experts: Ints) -> Ints:
+        """Returns which of the experts are in memory. WeightsLostError for one that does not
+        come."""
+        slots = self._slot_of[mixture, experts].tolist()
+        return np.array([slot >= 0 and self._has_come(slot) for slot in slots])
+
+    def _has_come(self, slot: int) -> bool:
+        fetch = self._fetches.get(slot)
+        if fetch is not None and not fetch.is_done:
+            return False
+        if fetch is not None:
+            self._wait_for(slot)
+        return True
+
     def _wait(self, mixture: int, experts: Ints) -> None:
         """Waits for experts that have a slot. WeightsLostError."""
         for slot in self._slot_of[mixture, experts].tolist():
-            fetch = self._fetches.get(slot)
-            if fetch is None:
-                continue
-            assert self.reader is not None
-            try:
-                self.reader.wait(fetch)
-            except BaseException:
-                if fetch.is_done:
-                    self._empty(slot)
-                raise
-            del self._fetches[slot]
+            if slot in self._fetches:
+                self._wait_for(slot)
+
+    def _wait_for(self, slot: int) -> None:
+        fetch = self._fetches[slot]
+        assert self.reader is not None
+        try:
+            self.reader.wait(fetch)
+        except BaseException:
+            if fetch.is_done:
+                self._empty(slot)
+            raise
+        del self._fetches[slot]
 
     def _in_slots(self, mixture: int, routing: Routing) -> Routing:
         slots = self._slot_of[mixture, routing.experts.numpy()]
         return Routing(torch.from_numpy(slots), routing.weights)
 
-    def _in_passes(
+    def _as_they_come(
         self,
         mixture: int,
-        wanted: Ints,
+        left: Ints,
+        is_there: Ints,
         x: Tensor,
         routing: Routing,
         residual: Tensor | None,
     ) -> Tensor:
-        """Computes more experts than there are slots: each pair of a row and an expert by itself,
-        in groups of experts, of which one is read while another is computed. The sums are those of
-        `ExpertsOneByOne`."""
-        rows, top_k = routing.experts.shape
-        pairs = routing.experts.numpy().reshape(-1)
-        weights = routing.weights.reshape(-1, 1)
-        parts: Tensor | None = None
-        has_slot = self._slot_of[mixture, wanted] >= 0
-        order = np.concatenate([wanted[has_slot], wanted[~has_slot]])
-        size = max(1, self.num_slots // 2)
-        groups = [order[at : at + size] for at in range(0, len(order), size)]
-        self._bring(mixture, groups[0], groups[0])
-        for number, group in enumerate(groups):
-            if number + 1 < len(groups):
-                after = groups[number + 1]
-                self._bring(mixture, after, np.concatenate([group, after]))
-            self._wait(mixture, group)
-            chosen = torch.from_numpy(np.flatnonzero(np.isin(pairs, group)))
-            picked = Routing(
-                torch.from_numpy(self._slot_of[mixture, pairs[chosen.numpy()]])[:, None],
-                weights[chosen] if self._scales_input else torch.ones(len(chosen), 1),
-            )
-            rows_of = x[chosen // top_k]
-            if parts is None:
-                parts = torch.empty(rows * top_k, self._num_out)
-            # -0 + y is y for every y, so that the sum has the bits of the product
-            nothing = torch.full((len(chosen), parts.shape[1]), -0.0)
-            parts[chosen] = self._op(rows_of, picked, nothing)
-        assert parts is not None, "some experts"
-        if not self._scales_input:
-            parts *= weights
-        split = parts.view(rows, top_k, -1)
-        total = split[:, 0]
-        for place in range(1, top_k):
-            total = total + split[:, place]
-        return total.to(x.dtype) if residual is None else residual + total.to(residual.dtype)
+        """Computes the experts that are there, and then always those that came meanwhile. Slots of
+        what has been computed are for those that had none."""
+        sums = PairSums(self._op, x, routing, self._num_out, scales_input=self._scales_input)
+        while True:
+            if is_there.any():
+                group, left = left[is_there], left[~is_there]
+                sums.compute(group, self._slot_of[mixture, group])
+                if not len(left):
+                    return sums.total(residual)
+                self._bring(mixture, left, left)
+            else:
+                slots = set(self._slot_of[mixture, left].tolist())
+                self._wait_for(next(slot for slot in self._fetches if slot in slots))
+            is_there = self._come(mixture, left)
 
 
 class StreamedExperts:
