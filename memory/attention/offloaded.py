@@ -20,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.seam import (
+    AttentionLayer,
+    AttentionStep,
+    ExpectsQueries,
+    Finished,
+    Rotation,
+    Ticket,
+)
 from memory.attention.tiled import TiledKVLayout, append, is_selectable, tiled_ops
 from memory.pages.lost_kv import KVLostError
 from memory.policies.selection import Selection
@@ -124,31 +131,45 @@ class OffloadedAttention:
         """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
         can."""
         layout = self._layout
-        first_tiles = [start // TILE_TOKENS for start in step.starts]
+        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
+        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
+            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
+        num_selecting, budgets = [0] * len(step.starts), []
+        if self._selection is not None and step.prompt_lens is not None:
+            num_selecting, budgets = self._selection.plan(
+                step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
+            )
+        native = self._native(step, len(step.starts), num_selecting, budgets)
+        foreseen = None
+        if any(num_selecting[: step.num_decodes]):
+            foreseen = native
+            if step.num_decodes < len(step.starts):
+                foreseen = self._native(step, step.num_decodes, num_selecting, budgets)
+        guesses = [self._read.get(start) for start in step.starts]
+        return OffloadedPlan(
+            self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses
+        )
+
+    def _native(
+        self, step: AttentionStep, count: int, num_selecting: Sequence[int], budgets: Sequence[int]
+    ) -> TiledAttentionStep:
+        """Returns the step of the first `count` sequences. budgets: of the rows that select."""
+        layout = self._layout
+        first_tiles = [start // TILE_TOKENS for start in step.starts[:count]]
         native = TiledAttentionStep(
             self._address,
             layout.tile_bytes,
             [tile * layout.tile_bytes for tile in first_tiles],
-            step.num_rows,
-            step.kv_lens,
+            step.num_rows[:count],
+            step.kv_lens[:count],
         )
-        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
-        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
-            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
-        num_selecting = [0] * len(step.starts)
         if layout.has_bounds:
             starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
             native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
-            if self._selection is not None and step.prompt_lens is not None:
-                rows = self._selection.plan(
-                    step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
-                )
-                native.select(*rows)
-                num_selecting = rows[0]
-        guesses = [self._read.get(start) for start in step.starts]
-        return OffloadedPlan(
-            self, native, tiles, step.num_rows, num_selecting, step.starts, guesses
-        )
+        if budgets:
+            chosen = num_selecting[:count]
+            native.select(chosen, budgets[: sum(chosen)])
+        return native
 
     def _selects(self, step: AttentionStep) -> list[bool]:
         """Returns which sequences have rows that select: those after a prompt."""
@@ -215,28 +236,45 @@ def _tiles_of(step: AttentionStep, tile_bytes: int, pool_tiles: PoolTiles) -> _S
     return _StepTiles(tiles, ends, is_shared, np.concatenate(written), np.concatenate(fresh))
 
 
-class OffloadedPlan:
+class OffloadedPlan(ExpectsQueries):
     """Attention for one step's rows."""
 
     def __init__(
         self,
         attention: OffloadedAttention,
         step: TiledAttentionStep,
+        foreseen: TiledAttentionStep | None,
         tiles: _StepTiles,
         num_rows: Sequence[int],
         num_selecting: Sequence[int],
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
     ) -> None:
-        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what
-        each layer may read of the sequences, from the first tile on."""
+        """foreseen: the step's first sequences, whose tiles are chosen early; None: no rows of
+        these select. num_rows: of each sequence; num_selecting: its last ones, which select.
+        guesses: what each layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
         self._attention, self._step, self._tiles = attention, step, tiles
+        self._foreseen = foreseen
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
         rows = zip(num_rows, num_selecting, strict=True)
         self._stores_first = any(count > 1 and selecting for count, selecting in rows)
+
+    @property
+    def num_expected(self) -> int:
+        return 0 if self._foreseen is None else self._foreseen.num_rows
+
+    def expect(self, layer: int, q: Tensor) -> None:
+        """Begins to fetch what these queries choose, in place of what was read in the last step."""
+        assert self._foreseen is not None
+        chosen: Flags = (
+            self._attention.ops[layer].choose(self._foreseen, q.float()).numpy().astype(np.bool_)
+        )
+        guess = self._guess(layer)
+        guess[: len(chosen)] = chosen
+        self._attention.units.fetch_ahead(layer, self._tiles.numbers(guess))
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)

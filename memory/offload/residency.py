@@ -87,7 +87,9 @@ class Residency:
         begun = written[fresh]
         with pool.lock:
             self._ahead.pop(layer, None)
-            states.visit(layer, read, written)
+            num_ahead, num_coming = states.visit(layer, read, written)
+            pool.counts.ahead_used_bytes += num_ahead * pool.num_bytes[layer]
+            pool.counts.units_coming += num_coming
             pool.counts.units_read += states.num_pinned() - len(begun)
             if states.are_resident(layer, read) and states.are_resident(layer, written):
                 pool.counts.units_held += states.num_pinned() - len(begun)
