@@ -255,16 +255,16 @@ class OffloadedPlan(ExpectsQueries):
         guesses: what each layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
         self._attention, self._step, self._tiles = attention, step, tiles
-        self._foreseen = foreseen
+        self._foreseen, self._is_told = foreseen, False
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
         rows = zip(num_rows, num_selecting, strict=True)
         self._stores_first = any(count > 1 and selecting for count, selecting in rows)
 
-    @property
     def num_expected(self) -> int:
-        return 0 if self._foreseen is None else self._foreseen.num_rows
+        self._is_told = self._foreseen is not None
+        return self._foreseen.num_rows if self._foreseen is not None else 0
 
     def expect(self, layer: int, q: Tensor) -> None:
         """Begins to fetch what these queries choose, in place of what was read in the last step."""
@@ -336,7 +336,8 @@ class OffloadedPlan(ExpectsQueries):
         self._check_room(read)
         units.begin_layer(layer, read, tiles.written, fresh)
         following = (layer + 1) % len(ops)
-        units.fetch_ahead(following, tiles.numbers(self._guess(following)))
+        if not self._is_told or following == 0:  # else `expect` fetches
+            units.fetch_ahead(following, tiles.numbers(self._guess(following)))
         if not self._stores_first:
             store()
         out = ops[layer].attend_chosen(self._step, q)

@@ -198,13 +198,13 @@ class HasStates(Protocol):
 
 
 class ExpectsQueries(ABC):
-    """Attention that can begin to fetch K/V if it is told about what a layer's queries will be. A
-    class of its own, because each step asks for it, and asking for a Protocol takes long."""
+    """Attention that can begin to fetch K/V if it is told early about what a layer's queries will
+    be. A class of its own, because each step asks for it, and asking for a Protocol takes long."""
 
-    @property
     @abstractmethod
     def num_expected(self) -> int:
-        """How many of the step's first rows it wants to know about; 0: tell nothing."""
+        """Returns how many of the step's first rows it wants to know about; 0: none. Who calls it
+        tells, before each layer but the first one."""
 
     @abstractmethod
     def expect(self, layer: int, q: Tensor) -> None:

@@ -26,7 +26,7 @@ def foretelling(
     """Returns what tells attention the next block's queries, by a block's number and the input of
     its MLP. None if attention does not ask for them. kv_numbers: of each block, its layer of
     attention; first_layer: the first block's number."""
-    if not isinstance(attention, ExpectsQueries) or not (rows := attention.num_expected):
+    if not isinstance(attention, ExpectsQueries) or not (rows := attention.num_expected()):
         return None
     if rows < len(inputs.positions):
         rotations = [(cos[:rows], sin[:rows]) for cos, sin in inputs.rotations]
