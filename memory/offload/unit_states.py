@@ -133,6 +133,7 @@ class UnitStates:
         """Forgets all units of these tiles of the pool."""
         self.flags[:, first:end] = 0
         self._history[:, first:end] = 0
+        self._is_ahead[:, first:end] = False
 
     # ---- who goes
 

@@ -176,6 +176,62 @@ def test_the_next_layer_is_fetched_ahead_by_what_it_read_before() -> None:
     assert dict(offloaded.units.ahead)[1] == asked[1], "the same q and keys choose the same tiles"
 
 
+def told(offloaded: Offloaded, step: AttentionStep, seed: int, *, wrong: bool) -> list[Tensor]:
+    """Computes a step, and tells it before each layer what q will be, or something else."""
+    torch.manual_seed(seed)
+    plan, found = offloaded.attention.plan(step), []
+    count = plan.num_expected()
+    rows = [inputs(sum(step.num_rows)) for _ in LAYERS]
+    for layer, (q, k, v) in enumerate(rows):
+        ticket = plan.begin(layer, q)
+        found.append(plan.finish(ticket, k, v, None).wait())
+        if count and layer + 1 < len(LAYERS):
+            following = rows[layer + 1][0][:count]
+            plan.expect(layer + 1, following.flip(0, 1, 2) if wrong else following)
+    return found
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("selection", POLICIES, ids=["all", "a quarter", "two tiles"])
+def test_no_bit_depends_on_what_attention_is_told(selection: Selection | None, wrong: bool) -> None:
+    local, _buffer = plain(selection)
+    offloaded = Offloaded(selection)
+    for number, step in enumerate(steps()):
+        found = told(offloaded, step, number, wrong=wrong)
+        assert all(map(torch.equal, found, compute(local, step, number))), step
+
+
+def test_what_the_told_queries_choose_is_fetched_ahead() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    for number, step in enumerate(steps()[:2]):
+        compute(offloaded.attention, step, number)
+    compute(offloaded.attention, AttentionStep(1, [0], [1], [301], [300]), 3)
+    units, step = offloaded.units, AttentionStep(1, [0], [1], [302], [300])
+    read: dict[bool, dict[int, list[int]]] = {}
+    for wrong in (False, True):
+        units.asked.clear(), units.ahead.clear()
+        told(offloaded, step, 4, wrong=wrong)
+        asked = {layer: tiles for layer, tiles in units.asked if tiles}
+        assert [layer for layer, _ in units.ahead] == [1, 2, 0], "each layer once"
+        read[wrong] = dict(units.ahead)
+        assert all((read[wrong][layer] == asked[layer]) is not wrong for layer in (1, 2))
+
+
+def test_rows_that_decode_are_told_beside_those_of_a_prompt() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    compute(offloaded.attention, steps()[0], 0)
+    step = AttentionStep(1, [0, TILES * 16], [1, 100], [201, 133], [200, 300])
+    offloaded.units.asked.clear()
+    assert offloaded.attention.plan(step).num_expected() == 1
+    told(offloaded, step, 1, wrong=False)
+    ahead = dict(offloaded.units.ahead)
+    assert ahead[2] == dict(offloaded.units.asked)[2]
+    assert ahead[2][-9:] == [*range(TILES, TILES + 9)], "a prompt reads everything"
+    assert len(ahead[2]) < 13 + 9
+    prompts = AttentionStep(0, [0, TILES * 16], [1, 1], [202, 134], [300, 300])
+    assert offloaded.attention.plan(prompts).num_expected() == 0, "nothing is chosen"
+
+
 def test_whole_sequences_are_fetched_ahead_layer_after_layer() -> None:
     offloaded = Offloaded()
     compute(offloaded.attention, steps()[0], 0)
