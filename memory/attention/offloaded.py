@@ -38,6 +38,7 @@ UNIT_ALIGNMENT = 4096
 """Units begin at multiples of this: files are read and memory is given back in such blocks."""
 
 _LINE_BYTES = 64
+_LEAST_FETCHED = 1 / 16  # of what a step reads: below it early choices cost more than they hide
 
 Tiles = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -82,6 +83,10 @@ def _aligned(num_bytes: int) -> int:
 class ResidentUnits(Protocol):
     """Which units are in memory. Tiles are those of the pool, by number, none of them twice."""
 
+    @property
+    def fetched_bytes(self) -> int:
+        """What was read from the file so far."""
+
     def begin_layer(self, layer: int, read: Tiles, written: Tiles, fresh: Flags) -> None:
         """Makes the units of a layer resident and keeps them so until the next call of this or of
         `end`. fresh: which of the written ones have no content yet. Raises OSError."""
@@ -103,6 +108,8 @@ class OffloadedAttention:
     """Implements PlannedAttention over K/V at `address`, as far as it is resident."""
 
     is_remote = False
+    chooses_early = True
+    """Whether tiles of a layer may be chosen before it begins, by queries that are told."""
 
     def __init__(
         self,
@@ -126,6 +133,7 @@ class OffloadedAttention:
         self._ops = [op for op in ops if isinstance(op, TiledAttention)]
         assert len(self._ops) == len(ops), "no latents"
         self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
+        self._asked_bytes = self._fetched_before = 0  # since the last plan, and before it
 
     def plan(self, step: AttentionStep) -> OffloadedPlan:
         """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
@@ -140,8 +148,8 @@ class OffloadedAttention:
                 step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
             )
         native = self._native(step, len(step.starts), num_selecting, budgets)
-        foreseen = None
-        if any(num_selecting[: step.num_decodes]):
+        foreseen, pays = None, self._early_choices_pay()
+        if pays and any(num_selecting[: step.num_decodes]):
             foreseen = native
             if step.num_decodes < len(step.starts):
                 foreseen = self._native(step, step.num_decodes, num_selecting, budgets)
@@ -149,6 +157,12 @@ class OffloadedAttention:
         return OffloadedPlan(
             self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses
         )
+
+    def _early_choices_pay(self) -> bool:
+        """Returns whether a good part of what was read since the last call was in the file."""
+        asked, fetched = self._asked_bytes, self._units.fetched_bytes
+        new, self._fetched_before, self._asked_bytes = fetched - self._fetched_before, fetched, 0
+        return self.chooses_early and new >= asked * _LEAST_FETCHED
 
     def _native(
         self, step: AttentionStep, count: int, num_selecting: Sequence[int], budgets: Sequence[int]
@@ -191,6 +205,10 @@ class OffloadedAttention:
     @property
     def max_tiles(self) -> int:
         return self._max_tiles
+
+    def note_asked(self, layer: int, num_units: int) -> None:
+        """Notes that so many units of a layer are read."""
+        self._asked_bytes += num_units * self._layout.unit_bytes[layer]
 
     def note(self, start: int, layer: int, read: Flags) -> None:
         """Notes what was read of a range, for the guess of the next step."""
@@ -335,6 +353,7 @@ class OffloadedPlan(ExpectsQueries):
         read = tiles.numbers(chosen)
         self._check_room(read)
         units.begin_layer(layer, read, tiles.written, fresh)
+        self._attention.note_asked(layer, len(read))
         following = (layer + 1) % len(ops)
         if not self._is_told or following == 0:  # else `expect` fetches
             units.fetch_ahead(following, tiles.numbers(self._guess(following)))

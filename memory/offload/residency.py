@@ -72,6 +72,11 @@ class Residency:
         """The most memory of K/V."""
         return self._pool.max_bytes
 
+    @property
+    def fetched_bytes(self) -> int:
+        """What was read from the file so far."""
+        return self._pool.counts.fetched_bytes
+
     # ---- layers
 
     def begin_layer(

@@ -40,6 +40,8 @@ class Units:
         self.asked: list[tuple[int, list[int]]] = []
         self.ahead: list[tuple[int, list[int]]] = []
         self.fails = False
+        self.fetched_bytes = 0
+        self.share = 1.0  # of the units that are read, those that count as fetched
         self._held: list[tuple[int, int]] = []
 
     def begin_layer(
@@ -50,6 +52,7 @@ class Units:
         assert len(set(read.tolist())) == len(read) and len(written) == len(fresh)
         self.end()
         self.asked.append((layer, read.tolist()))
+        self.fetched_bytes += int(self.share * len(read) * self._layout.unit_bytes[layer])
         new = set(written[fresh].tolist())
         for tile in {*read.tolist(), *written.tolist()}:
             content = self._away.pop((layer, tile), None)
@@ -215,6 +218,24 @@ def test_what_the_told_queries_choose_is_fetched_ahead() -> None:
         assert [layer for layer, _ in units.ahead] == [1, 2, 0], "each layer once"
         read[wrong] = dict(units.ahead)
         assert all((read[wrong][layer] == asked[layer]) is not wrong for layer in (1, 2))
+
+
+def test_nothing_is_chosen_early_if_nearly_all_is_in_memory() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    compute(offloaded.attention, steps()[0], 0)
+    asked = []
+    for number, share in enumerate((0.5, 0.02, 0.0, 0.5, 0.5)):
+        offloaded.units.share = share
+        step = AttentionStep(1, [0], [1], [201 + number], [200])
+        plan = offloaded.attention.plan(step)
+        asked.append(plan.num_expected())
+        for layer in range(len(LAYERS)):
+            q, k, v = inputs(1)
+            plan.finish(plan.begin(layer, q), k, v, None)
+    assert asked == [1, 1, 0, 0, 1], "it depends on the step before"
+    offloaded.attention.chooses_early = False
+    step = AttentionStep(1, [0], [1], [206], [200])
+    assert offloaded.attention.plan(step).num_expected() == 0
 
 
 def test_rows_that_decode_are_told_beside_those_of_a_prompt() -> None:

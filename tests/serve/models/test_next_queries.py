@@ -61,7 +61,9 @@ def forward(decoder: Decoder, count: int) -> tuple[Tensor, Told]:
 
 @pytest.mark.parametrize("count", [9, 3])
 @pytest.mark.parametrize(("family", "variant"), FAMILIES)
-def test_each_layer_but_the_first_is_told_before_it_begins(family: str, variant: str, count: int) -> None:
+def test_each_layer_but_the_first_is_told_before_it_begins(
+    family: str, variant: str, count: int
+) -> None:
     decoder = load(checkpoint(family, variant))
     found, told = forward(decoder, count)
     assert list(told.told) == [*range(1, decoder.num_layers)]
