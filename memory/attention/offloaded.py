@@ -142,7 +142,7 @@ class OffloadedAttention:
         tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
         if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
             raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
-        num_selecting, budgets = [0] * len(step.starts), []
+        num_selecting, budgets = [0] * len(step.starts), list[int]()
         if self._selection is not None and step.prompt_lens is not None:
             num_selecting, budgets = self._selection.plan(
                 step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS
@@ -353,13 +353,13 @@ class OffloadedPlan(ExpectsQueries):
         read = tiles.numbers(chosen)
         self._check_room(read)
         units.begin_layer(layer, read, tiles.written, fresh)
-        self._attention.note_asked(layer, len(read))
         following = (layer + 1) % len(ops)
         if not self._is_told or following == 0:  # else `expect` fetches
             units.fetch_ahead(following, tiles.numbers(self._guess(following)))
         if not self._stores_first:
             store()
         out = ops[layer].attend_chosen(self._step, q)
+        self._attention.note_asked(layer, len(read))
         first = 0
         for start, selects, end in zip(self._starts, self._selects, tiles.ends, strict=True):
             if selects:
