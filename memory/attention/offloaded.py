@@ -108,8 +108,9 @@ class OffloadedAttention:
     """Implements PlannedAttention over K/V at `address`, as far as it is resident."""
 
     is_remote = False
-    chooses_early = True
-    """Whether tiles of a layer may be chosen before it begins, by queries that are told."""
+    chooses_early = False
+    """Whether tiles of a layer may be chosen before it begins, by queries that are told. No: with
+    two cores that costs more than it hides (bench/offload/guesses.py)."""
 
     def __init__(
         self,

@@ -101,6 +101,7 @@ class Offloaded:
         self.attention = OffloadedAttention(
             self.layout, address, bounds, self.units, pool_tiles, selection, max_tiles
         )
+        self.attention.chooses_early = True  # where the steps tell it
 
 
 def plain(selection: Selection | None) -> tuple[PlannedAttention, object]:
