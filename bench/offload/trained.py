@@ -9,8 +9,9 @@ of these were in memory. A tile counts as read if one K/V head reads it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rich.table import Column, Table
@@ -28,12 +29,22 @@ _PADDED_TOKEN_BYTES = 1024  # four layers in units of 4,096 bytes
 _TILE = 16
 
 
-def _measure(policy: str, given: argparse.Namespace, folder: str) -> list[str]:
-    exercises = make_exercises(given.context, given.exercises, 0)
-    prompts = [exercise.prompt for exercise in exercises]
-    longest = max(len(exercise.prompt) for exercise in exercises) + given.tokens
+@contextlib.contextmanager
+def offloaded_exercises(
+    policy: str,
+    share: float,
+    folder: str,
+    *,
+    context: int = 4096,
+    count: int = 2,
+    tokens: int = 32,
+) -> Iterator[tuple[LLM, list[list[int]]]]:
+    """Yields an engine with a share of its K/V in memory, and exercises whose prompts it has
+    computed, `count` of each kind."""
+    prompts = [exercise.prompt for exercise in make_exercises(context, count, 0)]
+    longest = max(map(len, prompts)) + tokens
     needed = len(prompts) * longest * _PADDED_TOKEN_BYTES
-    in_memory = int(given.share * needed)
+    in_memory = int(share * needed)
     with LLM(
         _MODEL,
         kv_policy=policy,
@@ -48,16 +59,22 @@ def _measure(policy: str, given: argparse.Namespace, folder: str) -> list[str]:
         kv_offload_dir=folder,
         speculation="off",
     ) as llm:
-        units = llm._loaded.offload
-        assert units is not None
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
+        yield llm, prompts
+
+
+def _measure(policy: str, given: argparse.Namespace, folder: str) -> list[str]:
+    settings = {"context": given.context, "count": given.exercises, "tokens": given.tokens}
+    with offloaded_exercises(policy, given.share, folder, **settings) as (llm, prompts):
+        units = llm._loaded.offload
+        assert units is not None
         before = units.counts()
         params = SamplingParams(temperature=0.0, max_tokens=given.tokens, ignore_eos=True)
         llm.generate(prompts, params, use_tqdm=False)
         after = units.counts()
     num_layers = 4
-    tiles = sum(-(-len(each.prompt) // _TILE) for each in exercises)
+    tiles = sum(-(-len(prompt) // _TILE) for prompt in prompts)
     read = after.units_read - before.units_read
     held = after.units_held - before.units_held
     fetched = after.fetched_bytes - before.fetched_bytes

@@ -20,7 +20,14 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from memory.attention.seam import AttentionLayer, AttentionStep, Finished, Rotation, Ticket
+from memory.attention.seam import (
+    AttentionLayer,
+    AttentionStep,
+    ExpectsQueries,
+    Finished,
+    Rotation,
+    Ticket,
+)
 from memory.attention.tiled import TiledKVLayout, append, is_selectable, tiled_ops
 from memory.pages.lost_kv import KVLostError
 from memory.policies.selection import Selection
@@ -31,6 +38,7 @@ UNIT_ALIGNMENT = 4096
 """Units begin at multiples of this, in memory and in the file, which is read in such blocks."""
 
 _LINE_BYTES = 64
+_LEAST_FETCHED = 1 / 16  # of what a step reads: below it early choices cost more than they hide
 
 Tiles = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -75,6 +83,10 @@ def _aligned(num_bytes: int) -> int:
 class ResidentUnits(Protocol):
     """Which units are in memory. Tiles are those of the pool, by number, none of them twice."""
 
+    @property
+    def fetched_bytes(self) -> int:
+        """What was read from the file so far."""
+
     def begin_layer(self, layer: int, read: Tiles, written: Tiles, fresh: Flags) -> None:
         """Makes the units of a layer resident and keeps them so until the next call of this or of
         `end`. fresh: which of the written ones have no content yet. Raises OSError."""
@@ -99,6 +111,9 @@ class OffloadedAttention:
     """Implements PlannedAttention over K/V whose units are resident as far as they are read."""
 
     is_remote = False
+    chooses_early = False
+    """Whether tiles of a layer may be chosen before it begins, by queries that are told. No: with
+    two cores that costs more than it hides (bench/offload/guesses.py)."""
 
     def __init__(
         self,
@@ -121,36 +136,57 @@ class OffloadedAttention:
         self._ops = [op for op in ops if isinstance(op, TiledAttention)]
         assert len(self._ops) == len(ops), "no latents"
         self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
+        self._asked_bytes = self._fetched_before = 0  # since the last plan, and before it
 
     def plan(self, step: AttentionStep) -> OffloadedPlan:
         """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
         can."""
         layout = self._layout
-        first_tiles = [start // TILE_TOKENS for start in step.starts]
+        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
+        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
+            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
+        num_selecting, budgets = [0] * len(step.starts), list[int]()
+        if self._selection is not None and step.prompt_lens is not None:
+            num_selecting, budgets = self._selection.plan(
+                step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
+            )
+        native = self._native(step, len(step.starts), num_selecting, budgets)
+        foreseen, pays = None, self._early_choices_pay()
+        if pays and any(num_selecting[: step.num_decodes]):
+            foreseen = native
+            if step.num_decodes < len(step.starts):
+                foreseen = self._native(step, step.num_decodes, num_selecting, budgets)
+        guesses = [self._read.get(start) for start in step.starts]
+        return OffloadedPlan(
+            self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses
+        )
+
+    def _early_choices_pay(self) -> bool:
+        """Returns whether a good part of what was read since the last call was in the file."""
+        asked, fetched = self._asked_bytes, self._units.fetched_bytes
+        new, self._fetched_before, self._asked_bytes = fetched - self._fetched_before, fetched, 0
+        return self.chooses_early and new >= asked * _LEAST_FETCHED
+
+    def _native(
+        self, step: AttentionStep, count: int, num_selecting: Sequence[int], budgets: Sequence[int]
+    ) -> TiledAttentionStep:
+        """Returns the step of the first `count` sequences. budgets: of the rows that select."""
+        layout = self._layout
+        first_tiles = [start // TILE_TOKENS for start in step.starts[:count]]
         native = TiledAttentionStep(
             0,  # see OffloadedPlan: each tile has a place
             layout.tile_bytes,
             [tile * layout.tile_bytes for tile in first_tiles],
-            step.num_rows,
-            step.kv_lens,
+            step.num_rows[:count],
+            step.kv_lens[:count],
         )
-        tiles = _tiles_of(step, layout.tile_bytes, self._pool_tiles)
-        if len(step.starts) > 1 and tiles.num_whole(self._selects(step)) > self._max_tiles:
-            raise KVLostError(errno.ENOMEM, "K/V on disk: a layer of the step does not fit")
-        num_selecting = [0] * len(step.starts)
         if layout.has_bounds:
             starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
             native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
-            if self._selection is not None and step.prompt_lens is not None:
-                rows = self._selection.plan(
-                    step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
-                )
-                native.select(*rows)
-                num_selecting = rows[0]
-        guesses = [self._read.get(start) for start in step.starts]
-        return OffloadedPlan(
-            self, native, tiles, step.num_rows, num_selecting, step.starts, guesses
-        )
+        if budgets:
+            chosen = num_selecting[:count]
+            native.select(chosen, budgets[: sum(chosen)])
+        return native
 
     def _selects(self, step: AttentionStep) -> list[bool]:
         """Returns which sequences have rows that select: those after a prompt."""
@@ -172,6 +208,10 @@ class OffloadedAttention:
     @property
     def max_tiles(self) -> int:
         return self._max_tiles
+
+    def note_asked(self, layer: int, num_units: int) -> None:
+        """Notes that so many units of a layer are read."""
+        self._asked_bytes += num_units * self._layout.unit_bytes[layer]
 
     def note(self, start: int, layer: int, read: Flags) -> None:
         """Notes what was read of a range, for the guess of the next step."""
@@ -217,30 +257,47 @@ def _tiles_of(step: AttentionStep, tile_bytes: int, pool_tiles: PoolTiles) -> _S
     return _StepTiles(tiles, ends, is_shared, np.concatenate(written), np.concatenate(fresh))
 
 
-class OffloadedPlan:
+class OffloadedPlan(ExpectsQueries):
     """Attention for one step's rows."""
 
     def __init__(
         self,
         attention: OffloadedAttention,
         step: TiledAttentionStep,
+        foreseen: TiledAttentionStep | None,
         tiles: _StepTiles,
         num_rows: Sequence[int],
         num_selecting: Sequence[int],
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
     ) -> None:
-        """num_rows: of each sequence; num_selecting: its last ones, which select. guesses: what
-        each layer may read of the sequences, from the first tile on."""
+        """foreseen: the step's first sequences, whose tiles are chosen early; None: no rows of
+        these select. num_rows: of each sequence; num_selecting: its last ones, which select.
+        guesses: what each layer may read of the sequences, from the first tile on."""
         selects = [n > 0 for n in num_selecting]
         self._places: Tiles = np.zeros(len(tiles.tiles), dtype=np.int64)
         step.place_tiles(self._places)
         self._attention, self._step, self._tiles = attention, step, tiles
+        self._foreseen, self._is_told = foreseen, False
         self._selects, self._starts, self._guesses = selects, starts, guesses
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
         rows = zip(num_rows, num_selecting, strict=True)
         self._stores_first = any(count > 1 and selecting for count, selecting in rows)
+
+    def num_expected(self) -> int:
+        self._is_told = self._foreseen is not None
+        return self._foreseen.num_rows if self._foreseen is not None else 0
+
+    def expect(self, layer: int, q: Tensor) -> None:
+        """Begins to fetch what these queries choose, in place of what was read in the last step."""
+        assert self._foreseen is not None
+        chosen: Flags = (
+            self._attention.ops[layer].choose(self._foreseen, q.float()).numpy().astype(np.bool_)
+        )
+        guess = self._guess(layer)
+        guess[: len(chosen)] = chosen
+        self._attention.units.fetch_ahead(layer, self._tiles.numbers(guess))
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
         return Ticket(layer, q)
@@ -307,10 +364,12 @@ class OffloadedPlan:
         self._check_room(read)
         self._begin_layer(layer, read, fresh)
         following = (layer + 1) % len(ops)
-        units.fetch_ahead(following, tiles.numbers(self._guess(following)))
+        if not self._is_told or following == 0:  # else `expect` fetches
+            units.fetch_ahead(following, tiles.numbers(self._guess(following)))
         if not self._stores_first:
             store()
         out = ops[layer].attend_chosen(self._step, q)
+        self._attention.note_asked(layer, len(read))
         first = 0
         for start, selects, end in zip(self._starts, self._selects, tiles.ends, strict=True):
             if selects:

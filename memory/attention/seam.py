@@ -8,6 +8,7 @@ waits in `wait`. Models never see ranges or pages.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol, runtime_checkable
@@ -201,6 +202,21 @@ class HasStates(Protocol):
 
     @property
     def states(self) -> StepStates: ...
+
+
+class ExpectsQueries(ABC):
+    """Attention that can begin to fetch K/V if it is told early about what a layer's queries will
+    be. A class of its own, because each step asks for it, and asking for a Protocol takes long."""
+
+    @abstractmethod
+    def num_expected(self) -> int:
+        """Returns how many of the step's first rows it wants to know about; 0: none. Who calls it
+        tells, before each layer but the first one."""
+
+    @abstractmethod
+    def expect(self, layer: int, q: Tensor) -> None:
+        """Takes about what these rows' q will be in `begin` of a layer, [num_expected, H, D]. No
+        result depends on it."""
 
 
 class PlannedAttention(Protocol):

@@ -71,6 +71,11 @@ class Residency:
         """The most memory of K/V."""
         return self._pool.frames.num_frames * self._pool.frames.frame_bytes
 
+    @property
+    def fetched_bytes(self) -> int:
+        """What was read from the file so far."""
+        return self._pool.counts.fetched_bytes
+
     # ---- layers
 
     def begin_layer(
@@ -86,7 +91,9 @@ class Residency:
         begun = written[fresh]
         with pool.lock:
             self._ahead.pop(layer, None)
-            states.visit(layer, read, written)
+            num_ahead, num_coming = states.visit(layer, read, written)
+            pool.counts.ahead_used_bytes += num_ahead * pool.num_bytes[layer]
+            pool.counts.units_coming += num_coming
             pool.counts.units_read += states.num_pinned() - len(begun)
             if states.are_resident(layer, read) and states.are_resident(layer, written):
                 pool.counts.units_held += states.num_pinned() - len(begun)

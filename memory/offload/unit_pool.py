@@ -27,13 +27,16 @@ NOWHERE = 0
 @dataclass(slots=True)
 class OffloadCounts:
     """units_read: units that layers asked for, without those they began; units_held: of these, the
-    units that were in memory. fetched_bytes: read from the file, ahead_bytes of them before a layer
-    asked. waited_s: how long layers waited for their units."""
+    units that were in memory; units_coming: those that were on their way, fetched ahead.
+    fetched_bytes: read from the file, ahead_bytes of them before a layer asked; the layer then
+    asked for ahead_used_bytes of these. waited_s: how long layers waited for their units."""
 
     units_read: int = 0
     units_held: int = 0
+    units_coming: int = 0
     fetched_bytes: int = 0
     ahead_bytes: int = 0
+    ahead_used_bytes: int = 0
     written_bytes: int = 0
     waited_s: float = 0.0
     resident_bytes: int = 0

@@ -62,11 +62,15 @@ class UnitStates:
         """Layers that may have dirty units which are not open."""
         # A class below this one has no unit of the layer that can be given up.
         self._least_class = [0] * num_layers
+        # Fetched ahead since the last visit to the layer, and how many these are.
+        self._is_ahead = np.zeros((num_layers, num_tiles), dtype=np.bool_)
+        self._num_ahead = [0] * num_layers
 
     # ---- visits
 
-    def visit(self, layer: int, read: Tiles, written: Tiles) -> None:
-        """Pins these units of the layer, in place of those of the last visit."""
+    def visit(self, layer: int, read: Tiles, written: Tiles) -> tuple[int, int]:
+        """Pins these units of the layer, in place of those of the last visit. Returns how many of
+        them were fetched ahead since then, and how many of these are still on their way."""
         pinned, history = self._pinned, self._history[layer]
         pinned.fill(0)
         pinned[read] = _THIS_VISIT
@@ -75,6 +79,13 @@ class UnitStates:
         np.bitwise_or(history, pinned, out=history)
         self._least_class[self.layer] = self._least_class[layer] = 0
         self.layer = layer
+        return self._end_ahead(layer) if self._num_ahead[layer] else (0, 0)
+
+    def _end_ahead(self, layer: int) -> tuple[int, int]:
+        used = np.flatnonzero(self._is_ahead[layer] & (self._pinned != 0))
+        num_here = int(np.count_nonzero(self.flags[layer][used] & RESIDENT))
+        self._is_ahead[layer], self._num_ahead[layer] = False, 0
+        return len(used), len(used) - num_here
 
     def unpin(self) -> None:
         self._pinned.fill(0)
@@ -112,13 +123,17 @@ class UnitStates:
         self._least_class[layer] = 0
 
     def expect(self, layer: int, tiles: Tiles) -> None:
-        """Notes that these units will probably be read, so that they are not cold."""
+        """Notes that these units, which are fetched ahead, will probably be read, so that they are
+        not cold."""
         self._history[layer][tiles] |= _EXPECTED
+        self._is_ahead[layer][tiles] = True
+        self._num_ahead[layer] += len(tiles)
 
     def erase(self, first: int, end: int) -> None:
         """Forgets all units of these tiles of the pool."""
         self.flags[:, first:end] = 0
         self._history[:, first:end] = 0
+        self._is_ahead[:, first:end] = False
 
     # ---- who goes
 

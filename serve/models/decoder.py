@@ -20,6 +20,7 @@ from ops.linear import apply_norm
 from ops.sharded import Columns
 from serve.models.layers.blocks import Block, RowInputs
 from serve.models.layers.draft_head import DraftHead, HeadWeights
+from serve.models.layers.next_queries import foretelling
 from serve.models.layers.rope import RotaryTable
 from serve.models.spec import ModelSpec
 
@@ -280,15 +281,20 @@ class Decoder:
             per_layer = self._per_layer_inputs(self.weights.per_layer, input_ids, embedded)
         inputs = RowInputs(rotations, positions, per_layer)
         blocks: Iterable[Block] = self.weights.blocks
+        foretell = None
         if self.weights.stream is not None:
             blocks = self.weights.stream.blocks(self.weights.blocks)
+        else:  # the next block's weights are in memory
+            foretell = foretelling(
+                self.weights.blocks, self._kv_numbers, inputs, attention, self._first_layer
+            )
         for index, block in enumerate(blocks):
             if index in self._taken_at:
                 self._taken[index] = x.clone()  # the block may overwrite it
             pending = block.attention.attend(self._kv_numbers[index], x, inputs, attention)
             yield
             number = self._first_layer + index
-            x = block.finish(self.backend, pending.wait(), x, inputs, number)
+            x = block.finish(self.backend, pending.wait(), x, inputs, number, foretell)
         return x.clone() if self._is_sharded else x
 
     def taken_states(self, hidden: Tensor) -> list[Tensor]:

@@ -306,6 +306,14 @@ def test_kv_in_a_file(tmp_path):
         assert word in text, word
 
 
+def test_early_choices_of_kv_in_a_file():
+    options = ("--shape", "small-32k", "--context", "2048", "--turns", "1", "--shares", "0.75")
+    options += ("--policies", "quest:budget=12%", "--tokens", "2")
+    text = output_of("-m", "bench.offload.guesses", *options, COLUMNS="160")
+    for word in ("random model", "trained model", "last token", "told", "coming", "in vain"):
+        assert word in text, word
+
+
 def test_kv_of_the_trained_model_in_a_file():
     options = ("--exercises", "1", "--tokens", "4", "--context", "1024")
     text = output_of("-m", "bench.offload.trained", *options, COLUMNS="160")

@@ -30,13 +30,13 @@ def _units(sources: MetricSources) -> Sampled:
     found = sources.offload
     if found is None:
         return []
-    held = found["units_held"]
-    return by({"memory": held, "disk": found["units_read"] - held})
+    held, coming = found["units_held"], found["units_coming"]
+    return by({"memory": held, "coming": coming, "disk": found["units_read"] - held - coming})
 
 
 def _moved(sources: MetricSources) -> Sampled:
     found = sources.offload
-    kinds = ("fetched", "ahead", "written")
+    kinds = ("fetched", "ahead", "ahead_used", "written")
     return [] if found is None else by({kind: found[f"{kind}_bytes"] for kind in kinds})
 
 
@@ -60,11 +60,11 @@ STREAMING = (
                "Memory of K/V of which the rest is on the disk, without bounds.",
                lambda r: _kv(r, "resident_bytes")),
     MetricSpec("counter", "kv_offload_units",
-               "Layers of 16 tokens of K/V that steps asked for, by where they were.", _units,
-               ("found",)),
+               "Layers of 16 tokens of K/V that steps asked for: in memory, coming since they were"
+               " fetched ahead, or on the disk.", _units, ("found",)),
     MetricSpec("counter", "kv_offload_moved_bytes",
-               "Bytes of K/V fetched from the disk, those of them that were fetched ahead, and"
-               " those written.", _moved, ("kind",)),
+               "Bytes of K/V fetched from the disk, those of them that were fetched ahead, those of"
+               " these that were then used, and those written.", _moved, ("kind",)),
     MetricSpec("counter", "kv_offload_waited_seconds", "Seconds that steps waited for K/V.",
                lambda r: _kv(r, "waited_s")),
 )  # fmt: skip

@@ -6,6 +6,7 @@ determines the precision; this file names none.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -64,16 +65,8 @@ class AttentionWeights:
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         num_kv = kv_heads if spec.is_v_k else 2 * kv_heads
         rotation = None if self.rotation is None else inputs.rotations[self.rotation]
-        qkv = None
-        if self.q is None:
-            assert self.qkv is not None
-            qkv, k_at = self.qkv(x).view(rows, heads + num_kv, dim), heads
-            q = qkv[:, :heads]
-        else:
-            q = self.q(x).view(rows, heads, dim)
-        q, _ = self._rotated(q, self.q_norm, rotation, is_query=True)
-        if spec.query_scaling is not None:
-            q = q * query_factors(spec.query_scaling, inputs.positions)[:, None, None].to(q.dtype)
+        q, qkv = self.queries(x, inputs)
+        k_at = heads
         ticket = attention.begin(index, q)
         if self.q is not None and self.qkv is not None:
             qkv, k_at = self.qkv(x).view(rows, num_kv, dim), 0
@@ -87,6 +80,23 @@ class AttentionWeights:
             v = v.clone()  # k may be overwritten
         k, rotation = self._rotated(k, self.k_norm, rotation, is_query=False)
         return attention.finish(ticket, k, v, rotation)
+
+    def queries(self, x: Tensor, inputs: RowInputs) -> tuple[Tensor, Tensor | None]:
+        """Returns the rotated queries, and what their product gives beside them, if it does: q, k
+        and v, [T, H + .., D], of which k and v are as computed."""
+        spec, qkv = self.spec, None
+        heads, dim = spec.num_heads, spec.head_dim
+        rotation = None if self.rotation is None else inputs.rotations[self.rotation]
+        if self.q is None:
+            assert self.qkv is not None
+            qkv = self.qkv(x).view(len(x), -1, dim)
+            q = qkv[:, :heads]
+        else:
+            q = self.q(x).view(len(x), heads, dim)
+        q, _ = self._rotated(q, self.q_norm, rotation, is_query=True)
+        if spec.query_scaling is not None:
+            q = q * query_factors(spec.query_scaling, inputs.positions)[:, None, None].to(q.dtype)
+        return q, qkv
 
     def output(self, attended: Tensor, x: Tensor, residual: Tensor | None) -> Tensor:
         """Returns the output's product for attended: [T, H, D] of the block's input x."""
@@ -285,13 +295,24 @@ class Block:
     is_plain: bool = True
 
     def finish(
-        self, backend: Backend, attended: Tensor, x: Tensor, inputs: RowInputs, index: int
+        self,
+        backend: Backend,
+        attended: Tensor,
+        x: Tensor,
+        inputs: RowInputs,
+        index: int,
+        foretell: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Computes the part of the block after attention. attended: [T, H, D]; x: its input."""
+        """Computes the part of the block after attention. attended: [T, H, D]; x: its input.
+        foretell: takes the index and the MLP's input, which is near to what the block returns."""
         if self.is_plain:
             x = self.attention.output(attended, x, x)
+            if foretell is not None:
+                foretell(index, x)
             return self.mlp(x, x)
         if self.is_parallel:
+            if foretell is not None:
+                foretell(index, x)
             added = self.mlp(x)
             return self.attention.output(attended, x, x) + added
         if self.attn_out is None:
@@ -300,6 +321,8 @@ class Block:
             x = x + apply_norm(backend, self.attention.output(attended, x, None), self.attn_out)
         if self.attn_sum is not None:
             x = apply_norm(backend, x, self.attn_sum)
+        if foretell is not None:
+            foretell(index, x)
         if self.mlp_out is None:
             x = self.mlp(x, x)
         else:

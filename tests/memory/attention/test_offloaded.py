@@ -48,6 +48,8 @@ class Units:
         self.asked: list[tuple[int, list[int]]] = []
         self.ahead: list[tuple[int, list[int]]] = []
         self.fails = False
+        self.fetched_bytes = 0
+        self.share = 1.0  # of the units that are read, those that count as fetched
         self._held: list[tuple[int, int]] = []
 
     def begin_layer(
@@ -58,6 +60,7 @@ class Units:
         assert len(set(read.tolist())) == len(read) and len(written) == len(fresh)
         self.end()
         self.asked.append((layer, read.tolist()))
+        self.fetched_bytes += int(self.share * len(read) * self._layout.unit_bytes[layer])
         new = set(written[fresh].tolist())
         frames = random.sample(range(RANGES * TILES), RANGES * TILES)
         for tile in {*read.tolist(), *written.tolist()}:
@@ -106,6 +109,7 @@ class Offloaded:
         self.attention = OffloadedAttention(
             self.layout, bounds, self.units, pool_tiles, selection, max_tiles
         )
+        self.attention.chooses_early = True  # where the steps tell it
 
 
 def plain(selection: Selection | None) -> tuple[PlannedAttention, object]:
@@ -182,6 +186,80 @@ def test_the_next_layer_is_fetched_ahead_by_what_it_read_before() -> None:
     asked = {layer: tiles for layer, tiles in offloaded.units.asked if tiles}
     assert [layer for layer, _ in offloaded.units.ahead] == [1, 2, 0]
     assert dict(offloaded.units.ahead)[1] == asked[1], "the same q and keys choose the same tiles"
+
+
+def told(offloaded: Offloaded, step: AttentionStep, seed: int, *, wrong: bool) -> list[Tensor]:
+    """Computes a step, and tells it before each layer what q will be, or something else."""
+    torch.manual_seed(seed)
+    plan, found = offloaded.attention.plan(step), []
+    count = plan.num_expected()
+    rows = [inputs(sum(step.num_rows)) for _ in LAYERS]
+    for layer, (q, k, v) in enumerate(rows):
+        ticket = plan.begin(layer, q)
+        found.append(plan.finish(ticket, k, v, None).wait())
+        if count and layer + 1 < len(LAYERS):
+            following = rows[layer + 1][0][:count]
+            plan.expect(layer + 1, following.flip(0, 1, 2) if wrong else following)
+    return found
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("selection", POLICIES, ids=["all", "a quarter", "two tiles"])
+def test_no_bit_depends_on_what_attention_is_told(selection: Selection | None, wrong: bool) -> None:
+    local, _buffer = plain(selection)
+    offloaded = Offloaded(selection)
+    for number, step in enumerate(steps()):
+        found = told(offloaded, step, number, wrong=wrong)
+        assert all(map(torch.equal, found, compute(local, step, number))), step
+
+
+def test_what_the_told_queries_choose_is_fetched_ahead() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    for number, step in enumerate(steps()[:2]):
+        compute(offloaded.attention, step, number)
+    compute(offloaded.attention, AttentionStep(1, [0], [1], [301], [300]), 3)
+    units, step = offloaded.units, AttentionStep(1, [0], [1], [302], [300])
+    read: dict[bool, dict[int, list[int]]] = {}
+    for wrong in (False, True):
+        units.asked.clear(), units.ahead.clear()
+        told(offloaded, step, 4, wrong=wrong)
+        asked = {layer: tiles for layer, tiles in units.asked if tiles}
+        assert [layer for layer, _ in units.ahead] == [1, 2, 0], "each layer once"
+        read[wrong] = dict(units.ahead)
+        assert all((read[wrong][layer] == asked[layer]) is not wrong for layer in (1, 2))
+
+
+def test_nothing_is_chosen_early_if_nearly_all_is_in_memory() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    compute(offloaded.attention, steps()[0], 0)
+    asked = []
+    for number, share in enumerate((0.5, 0.02, 0.0, 0.5, 0.5)):
+        offloaded.units.share = share
+        step = AttentionStep(1, [0], [1], [201 + number], [200])
+        plan = offloaded.attention.plan(step)
+        asked.append(plan.num_expected())
+        for layer in range(len(LAYERS)):
+            q, k, v = inputs(1)
+            plan.finish(plan.begin(layer, q), k, v, None)
+    assert asked == [1, 1, 0, 0, 1], "it depends on the step before"
+    offloaded.attention.chooses_early = False
+    step = AttentionStep(1, [0], [1], [206], [200])
+    assert offloaded.attention.plan(step).num_expected() == 0
+
+
+def test_rows_that_decode_are_told_beside_those_of_a_prompt() -> None:
+    offloaded = Offloaded(Selection(KVPolicy("quest", tokens=48)))
+    compute(offloaded.attention, steps()[0], 0)
+    step = AttentionStep(1, [0, TILES * 16], [1, 100], [201, 133], [200, 300])
+    offloaded.units.asked.clear()
+    assert offloaded.attention.plan(step).num_expected() == 1
+    told(offloaded, step, 1, wrong=False)
+    ahead = dict(offloaded.units.ahead)
+    assert ahead[2] == dict(offloaded.units.asked)[2]
+    assert ahead[2][-9:] == [*range(TILES, TILES + 9)], "a prompt reads everything"
+    assert len(ahead[2]) < 13 + 9
+    prompts = AttentionStep(0, [0, TILES * 16], [1, 1], [202, 134], [300, 300])
+    assert offloaded.attention.plan(prompts).num_expected() == 0, "nothing is chosen"
 
 
 def test_whole_sequences_are_fetched_ahead_layer_after_layer() -> None:

@@ -34,6 +34,18 @@ def test_units_that_are_never_read_leave_first():
     assert chosen(states, 3) == [(2, 8), (2, 9), (0, 9)]
 
 
+def test_a_visit_counts_what_was_fetched_ahead_of_it():
+    states = UnitStates(2, 10)
+    states.expect(1, np.array([1, 2, 3, 4]))
+    states.add(1, np.array([2, 7]), RESIDENT)
+    assert states.visit(0, ALL, NONE) == (0, 0), "another layer"
+    assert states.visit(1, np.array([2, 3, 7]), np.array([4])) == (3, 2), "3 and 4 are on their way"
+    assert states.visit(1, ALL, NONE) == (0, 0), "they were fetched for the visit before"
+    states.expect(1, np.array([5, 6]))
+    states.erase(4, 6)
+    assert states.visit(1, ALL, NONE) == (1, 1), "what is erased was never fetched"
+
+
 def test_units_that_are_read_often_leave_last():
     states = filled(num_layers=1)
     for step in range(8):

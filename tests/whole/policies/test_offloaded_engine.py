@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from memory.attention.offloaded import OffloadedAttention, OffloadedPlan
 from memory.offload.residency import Residency
 from memory.offload.scratch_file import Lane, RingLane, ScratchFile
 from memory.offload.unit_states import RESIDENT, STORED
@@ -98,6 +99,20 @@ def test_tokens_are_those_of_k_v_in_memory(policy, share, tmp_path):
         assert llm.stats().num_preemptions == 0
         if policy == QUEST:
             assert llm._loaded.selection.counts()["read"] > 0
+
+
+def test_early_choices_change_no_token(tmp_path, monkeypatch):
+    told, expect = [], OffloadedPlan.expect
+
+    def noted(plan, layer, q):
+        told.append(layer)
+        expect(plan, layer, q)
+
+    monkeypatch.setattr(OffloadedAttention, "chooses_early", True)
+    monkeypatch.setattr(OffloadedPlan, "expect", noted)
+    with offloaded(tmp_path, QUEST, 0.33, prefix_cache=False) as llm:
+        assert answers(llm, prompts(), params(24)) == expected(QUEST)
+        assert set(told) == {*range(1, llm._loaded.offload._states.num_layers)}
 
 
 def test_prefixes_that_are_on_the_disk_are_shared(tmp_path):
