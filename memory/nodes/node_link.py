@@ -52,7 +52,7 @@ _POLL_S = 0.25
 _LATE_S = 1.0  # an answer that takes longer is late
 _STALL_S = 2 * HEARTBEAT_S  # silence after which a node that has to answer has stalled
 _LAST_MESSAGES = 4  # that are looked for when a connection ends
-_ANSWERS = (Kind.RESULT, Kind.PARTIAL)
+_ANSWERS = (Kind.RESULT, Kind.PARTIAL, Kind.TILES)
 
 
 class NodeError(TransportError):
@@ -211,15 +211,15 @@ class NodeLink:
         num_rows: int,
         segments: Sequence[Segment],
     ) -> None:
-        """Sends a QUERY, OWN or UPDATE of plan `number`."""
+        """Sends a QUERY, OWN, UPDATE or CHOICE of plan `number`."""
         header = Header(kind, self._epoch, number, layer, dtype, num_rows)
         self._outgoing.post(self.endpoint, header, list(segments))
         if kind is not Kind.UPDATE:
             self._asked_s = self._clock()
 
     def answer(self, number: int, layer: int, work: float = 1.0) -> tuple[Header, Frame]:
-        """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. work: the sum
-        of the rows' keys. Raises NodeError and TransportError."""
+        """Waits for the RESULT, PARTIAL or TILES of a layer; the caller releases the frame. work:
+        the sum of the rows' keys. Raises NodeError and TransportError."""
         key = (number, layer)
         began_s = now_s = self._clock()
         before_s, waited_s, silent_s = self.stalled_s, 0.0, 0.0
