@@ -152,7 +152,7 @@ class AttachRequest:
             or self.prefix_only != (self.stripe is not None)
         ):
             raise _shape(
-                f"kv_policy {self.kv_policy.name} needs ranges of K/V in tiles, or a stripe"
+                f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles, or a stripe"
             )
         if self.stripe is not None and (
             self.kv_policy is None

@@ -113,7 +113,15 @@ class RawEngine:
         return num_pages
 
     def plan(
-        self, edits=(), queries=(), appends=(), number=None, epoch=None, prompt_lens=()
+        self,
+        edits=(),
+        queries=(),
+        appends=(),
+        number=None,
+        epoch=None,
+        prompt_lens=(),
+        positions=(),
+        wanted=(),
     ) -> int:
         """Sends a plan, given as tuples of integers with the EditKind first in edits. Returns
         its number."""
@@ -124,6 +132,8 @@ class RawEngine:
             [Query(*query) for query in queries],
             [Append(*append) for append in appends],
             list(prompt_lens),
+            list(positions),
+            list(wanted),
         )
         self.send(pack_plan(self.request.epoch if epoch is None else epoch, number, plan))
         return number
