@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
-from memory.nodes.attach import AttachRequest
+from memory.nodes.attach import STRIPE_TOKENS, AttachRequest
 from memory.nodes.errors import NodesLostError
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
 from memory.nodes.outgoing import Outgoing
-from memory.nodes.placement import Shard
+from memory.nodes.placement import Shard, largest_lists
 from memory.nodes.wire import (
     FULL_WIRE,
     ErrorCode,
@@ -113,7 +113,11 @@ class NodeLink:
         Raises NodeError and TransportError."""
         self._epoch = request.epoch
         most = self.endpoint.max_message_bytes
-        if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
+        largest = largest_message(request.layers, request.max_rows, wire)
+        if request.stripe is not None:
+            num_tiles = request.num_places[0] * request.page_tokens[0] // STRIPE_TOKENS
+            largest = max(largest, largest_lists(request.layers, num_tiles, request.max_rows))
+        if largest > most:
             text = f"steps of {request.max_rows} rows take messages of {largest} bytes"
             raise NodeError(ErrorCode.SHAPE, f"{text}, its window has room for {most}")
         content, offer = request.to_json(), self._offer(request, wire)

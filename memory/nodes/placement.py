@@ -21,7 +21,7 @@ from memory.pages.layer_groups import LayerGroup
 PARTITIONS = ("auto", "head", "request", "sequence")
 _MIN_PAGE_BYTES = 16 << 10  # of a page on a node
 MAX_PAGES = 30_000  # on a node; Linux allows a process 65,530 mappings
-MAX_LISTED = 1 << 21
+MAX_LISTED = 1 << 20
 """Of scores of tiles in the lists of one message, if it has more than one row."""
 _MAX_SEQUENCE_NODES = 4  # each smaller number of nodes divides a page of mode `sequence`, too
 
@@ -141,6 +141,15 @@ def choosing_parts(positions: Sequence[int], num_kv_heads: int) -> list[slice]:
             first = row
         free = (MAX_LISTED if row == first else free) - need
     return [*parts, slice(first, len(positions))] if positions else []
+
+
+def largest_lists(layers: Sequence[AttentionLayer], num_tiles: int, max_rows: int) -> int:
+    """Returns the most bytes of lists in a message of a node that has up to num_tiles tiles of a
+    sequence: scores of 4 bytes, and a bit for each."""
+    heads = max(layer.num_kv_heads for layer in layers)
+    of_row = heads * num_tiles
+    listed = max(of_row, min(MAX_LISTED, of_row * max_rows))
+    return 4 * (listed + listed // 32 + heads * max_rows)
 
 
 @dataclass(frozen=True, slots=True)

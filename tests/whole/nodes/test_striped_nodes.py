@@ -1,6 +1,6 @@
-"""An engine whose rows of answers choose among the tiles of all memory nodes, each of which has some
-tokens of every sequence (memory_partition sequence): the tokens of the same policy over its own
-memory, however a sequence is computed. Results are merged, so their last bits differ."""
+"""An engine whose rows of answers choose among the tiles of all memory nodes, each of which has
+some tokens of every sequence (memory_partition sequence): the tokens of the same policy over its
+own memory, however a sequence is computed. Results are merged, so their last bits differ."""
 
 from __future__ import annotations
 
@@ -79,9 +79,11 @@ def test_a_budget_of_everything_gives_the_bits_of_no_policy(tmp_path):
 def test_a_row_may_read_its_own_tile_alone(tmp_path):
     """So one node has nothing to read, and no list has a tile."""
     policy = "quest:budget=1"
-    with nodes("inproc", 2, tmp_path) as urls:
-        with far_engine(urls, tmp_path, **SEQUENCE, kv_policy=policy) as llm:
-            found = answers(llm, prompts_of_all_lengths(), params(24))
+    with (
+        nodes("inproc", 2, tmp_path) as urls,
+        far_engine(urls, tmp_path, **SEQUENCE, kv_policy=policy) as llm,
+    ):
+        found = answers(llm, prompts_of_all_lengths(), params(24))
     assert is_close(found, local_answers("int8", policy))
 
 
