@@ -271,7 +271,8 @@ class NodeLink:
         """Reads a header. Raises WireError, and NodeError for an ERROR message."""
         message = view_of(frame)
         header = read_header(message)
-        if header.epoch != self._epoch:
+        is_early = header.kind is Kind.ERROR and not header.epoch  # the request was not understood
+        if header.epoch != self._epoch and not is_early:
             raise WireError(ErrorCode.STALE, f"epoch {header.epoch}, not {self._epoch}")
         if header.kind is Kind.ERROR:
             content = read_json(message)

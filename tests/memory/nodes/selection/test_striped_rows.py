@@ -31,9 +31,9 @@ from tests.support.nodes.remote_rig import RemoteRig, layers_of
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
 )
-CLOSE = {"int8": 2e-3, "int4": 2e-2}
-"""How far results that were merged may be from those of one machine; one tile that is read or not
-changes a result by some 0.1."""
+CLOSE = {"int8": 1e-3, "int4": 6e-2}
+"""How far results that were merged may be from those of one machine, as without a policy; another
+tile that is read changes some result by 0.5 or more."""
 FORM, FULL, STALE, RANGE, SHAPE, FAULT = ErrorCode
 
 
@@ -62,7 +62,7 @@ def test_rows_read_what_local_attention_reads(kv_dtype, names, tail_bytes, kv_po
     assert rig.attention.selection.counts() == local.selection.counts()
     rig.close()
     whole = local_results(Local(layers, kv_dtype), layers)
-    assert distance(expected, whole) > 10 * CLOSE[kv_dtype], "the policy changes what rows read"
+    assert distance(expected, whole) > 5 * CLOSE[kv_dtype], "the policy changes what rows read"
 
 
 def test_tiles_of_equal_scores_are_the_newest_ones():
