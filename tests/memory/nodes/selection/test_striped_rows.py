@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from memory.nodes import placement
+from memory.nodes.attach import AttachRequest
+from memory.nodes.errors import NoNodeError
 from memory.nodes.placement import Shard, choosing_parts, choosing_row
 from memory.nodes.split_plan import ChoosingRows
 from memory.nodes.wire import ErrorCode, Kind
@@ -328,6 +330,19 @@ def test_a_protocol_error_disconnects_only_its_engine(node, act, code):
     assert engine.error() is code
     witness.check()
     witness.close()
+
+
+def test_a_node_of_an_earlier_version_is_refused(monkeypatch):
+    """It knows the policy, but no stripes."""
+    from_json = AttachRequest.from_json.__func__
+
+    def without_stripe(cls, content):
+        content.pop("stripe", None)
+        return from_json(cls, content)
+
+    monkeypatch.setattr(AttachRequest, "from_json", classmethod(without_stripe))
+    with pytest.raises(NoNodeError, match=r"kv_policy quest needs whole ranges of K/V in tiles"):
+        rig_of(layers_of(1), "ab")
 
 
 def test_a_node_without_stripes_takes_no_choice(node):
