@@ -34,7 +34,7 @@ pytestmark = pytest.mark.skipif(
 SETTINGS = test_selected_engine.SETTINGS | {"dtype": "float32", "kv_dtype": "int8"}
 """In float32, since int8 products make much of the last bits in which merged results differ."""
 SEQUENCE = {"memory_partition": "sequence", "dtype": "float32", "kv_dtype": "int8"}
-MOST_OFF = 0.02
+MOST_OFF = 0.15
 """Of a log-probability. Other tiles, or all, change it more."""
 
 
