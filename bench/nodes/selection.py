@@ -310,7 +310,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="mergestep-selection-") as folder:
         found = measure(sizes, Path(folder))
     console = Console()
-    console.width = max(console.width, 100)
+    console.width = max(console.width, 120)
     console.print(table_of(found, sizes))
 
 
