@@ -401,6 +401,22 @@ class QuantizedAttention:
     def attend_chosen(
         self, step: StepPlan, q: int, q_stride: int, out: int, out_stride: int, lse: int
     ) -> None: ...
+    def list_tiles(
+        self, step: StepPlan, q: int, q_stride: int, num_tiles: int, wanted: int, lists: int
+    ) -> None: ...
+    def attend_listed(
+        self,
+        step: StepPlan,
+        q: int,
+        num_tiles: int,
+        wanted: int,
+        lists: int,
+        counts: int,
+        out: int,
+        lse: int,
+    ) -> None: ...
+
+def count_tiles(parts: Sequence[int], rows: int, kv_heads: int) -> None: ...
 
 class LatentAttention:
     def __init__(

@@ -323,12 +323,6 @@ class KVPolicySettings(WeightPeerSettings):
         for name in _WITHOUT_KV_POLICY:
             if getattr(self, name) and (policy.evicts or name != "memory_nodes"):
                 raise ConfigError(f"{name} cannot be used with kv_policy {policy.name}")
-        partition = getattr(self, "memory_partition", "auto")
-        if partition == "sequence" and getattr(self, "memory_nodes", ()):
-            raise ConfigError(
-                f"memory_partition sequence cannot be used with kv_policy {policy.name}: use head"
-                " or request"
-            )
         if num_ranks > 1:
             raise ConfigError(f"a model in several ranks cannot have kv_policy {policy.name}")
         drafts = getattr(self, "speculation", OFF)

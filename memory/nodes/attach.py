@@ -29,6 +29,7 @@ _MAX_RANGES = 1 << 20
 _MAX_SLOTS = 1 << 24
 _MAX_PAGES = 1 << 22
 _MAX_ROWS = 1 << 16
+_MAX_STRIPES = 64
 MAX_ADDRESSES = 1 << 46  # about the bytes that a process can reserve
 _MAX_RANGE_TOKENS = (1 << 31) - 1  # the kernels count in 32 bits
 _MAX_PARTS = 1 << 20  # a part is a range in a layer group
@@ -50,7 +51,8 @@ class AttachRequest:
     With by_segment a range is a segment of a sequence, and rows attend over the segment alone. With
     is_question the node only answers what it would grant. kv_policy: by which rows of answers
     select what they read; None: they read everything. A node that knows it repeats it in its
-    answer.
+    answer. stripe: where rows select and a node has some tokens of a sequence (prefix_only), the
+    node has tiles i, i + n, ... of each, as (i, n), so that rows choose among those of n nodes.
     """
 
     engine: str
@@ -69,11 +71,13 @@ class AttachRequest:
     by_segment: bool = False
     is_question: bool = False
     kv_policy: KVPolicy | None = None
+    stripe: tuple[int, int] | None = None
 
     def to_json(self) -> dict[str, object]:
         content = asdict(self)
-        if self.kv_policy is None:  # nodes of earlier versions do not miss it
-            del content["kv_policy"]
+        for name in ("kv_policy", "stripe"):
+            if content[name] is None:  # nodes of earlier versions do not miss it
+                del content[name]
         return content
 
     @property
@@ -111,6 +115,7 @@ class AttachRequest:
             by_segment=fields.flag("by_segment"),
             is_question=fields.flag("is_question"),
             kv_policy=_policy(content.get("kv_policy")),
+            stripe=_stripe(content.get("stripe")),
         )
         request.check()
         return request
@@ -147,9 +152,19 @@ class AttachRequest:
         if self.by_segment and (self.prefix_only or any(x.window is not None for x in self.layers)):
             raise _shape("segments have neither windows nor prefix_only")
         if self.kv_policy is not None and (
-            self.kv_dtype not in TILED_TYPES or self.prefix_only or self.by_segment
+            self.kv_dtype not in TILED_TYPES
+            or self.by_segment
+            or self.prefix_only != (self.stripe is not None)
         ):
-            raise _shape(f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles")
+            raise _shape(
+                f"kv_policy {self.kv_policy.name} needs whole ranges of K/V in tiles, or a stripe"
+            )
+        if self.stripe is not None and (
+            self.kv_policy is None
+            or len(self.group_layers) > 1
+            or any(x.window is not None for x in self.layers)
+        ):
+            raise _shape("a stripe needs a kv_policy and one group of layers without windows")
         if self.kv_policy is not None and self._num_selecting_groups() > 1:
             raise _shape(f"kv_policy {self.kv_policy.name} is for one group of layers")
         if any(layer.scale <= 0 for layer in self.layers if layer.value_dim is not None):
@@ -354,6 +369,15 @@ def _policy(value: object) -> KVPolicy | None:
     if (tokens is None) is (share is None) or (share is not None and not 0 < share <= 1):
         raise _shape("kv_policy must have a number of tokens, or a share above 0 and at most 1")
     return KVPolicy(name, tokens, share, fields.integer("least", 1, _MAX_RANGE_TOKENS))
+
+
+def _stripe(value: object) -> tuple[int, int] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list) or len(value) != 2:
+        raise _shape("stripe must be two integers")
+    count = _integer("stripe", value[1], 1, _MAX_STRIPES)
+    return _integer("stripe", value[0], 0, count - 1), count
 
 
 def _sinks(value: object, num_heads: int) -> tuple[float, ...] | None:

@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from memory.nodes.attach import AttachRequest
+from memory.nodes.attach import STRIPE_TOKENS, AttachRequest
 from memory.nodes.errors import NodesLostError
 from memory.nodes.node_health import MAX_STALLED_S, AnswerPace
 from memory.nodes.outgoing import Outgoing
-from memory.nodes.placement import Shard
+from memory.nodes.placement import Shard, largest_lists
 from memory.nodes.wire import (
     FULL_WIRE,
     ErrorCode,
@@ -51,7 +51,7 @@ _POLL_S = 0.25
 _LATE_S = 1.0  # an answer that takes longer is late
 _STALL_S = 2 * HEARTBEAT_S  # silence after which a node that has to answer has stalled
 _LAST_MESSAGES = 4  # that are looked for when a connection ends
-_ANSWERS = (Kind.RESULT, Kind.PARTIAL)
+_ANSWERS = (Kind.RESULT, Kind.PARTIAL, Kind.TILES)
 
 
 class NodeError(TransportError):
@@ -112,7 +112,11 @@ class NodeLink:
         Raises NodeError and TransportError."""
         self._epoch = request.epoch
         most = self.endpoint.max_message_bytes
-        if (largest := largest_message(request.layers, request.max_rows, wire)) > most:
+        largest = largest_message(request.layers, request.max_rows, wire)
+        if request.stripe is not None:
+            num_tiles = request.num_places[0] * request.page_tokens[0] // STRIPE_TOKENS
+            largest = max(largest, largest_lists(request.layers, num_tiles, request.max_rows))
+        if largest > most:
             text = f"steps of {request.max_rows} rows take messages of {largest} bytes"
             raise NodeError(ErrorCode.SHAPE, f"{text}, its window has room for {most}")
         content, offer = request.to_json(), self._offer(request, wire)
@@ -210,15 +214,15 @@ class NodeLink:
         num_rows: int,
         segments: Sequence[Segment],
     ) -> None:
-        """Sends a QUERY, OWN or UPDATE of plan `number`."""
+        """Sends a QUERY, OWN, UPDATE or CHOICE of plan `number`."""
         header = Header(kind, self._epoch, number, layer, dtype, num_rows)
         self._outgoing.post(self.endpoint, header, list(segments))
         if kind is not Kind.UPDATE:
             self._asked_s = self._clock()
 
     def answer(self, number: int, layer: int, work: float = 1.0) -> tuple[Header, Frame]:
-        """Waits for the RESULT or PARTIAL of a layer; the caller releases the frame. work: the sum
-        of the rows' keys. Raises NodeError and TransportError."""
+        """Waits for the RESULT, PARTIAL or TILES of a layer; the caller releases the frame. work:
+        the sum of the rows' keys. Raises NodeError and TransportError."""
         key = (number, layer)
         began_s = now_s = self._clock()
         before_s, waited_s, silent_s = self.stalled_s, 0.0, 0.0
@@ -266,7 +270,8 @@ class NodeLink:
         """Reads a header. Raises WireError, and NodeError for an ERROR message."""
         message = view_of(frame)
         header = read_header(message)
-        if header.epoch != self._epoch:
+        is_early = header.kind is Kind.ERROR and not header.epoch  # the request was not understood
+        if header.epoch != self._epoch and not is_early:
             raise WireError(ErrorCode.STALE, f"epoch {header.epoch}, not {self._epoch}")
         if header.kind is Kind.ERROR:
             content = read_json(message)

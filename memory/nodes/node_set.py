@@ -391,6 +391,7 @@ def shard_request(template: AttachRequest, shard: Shard) -> AttachRequest:
         template,
         layers=[shard.layer(layer) for layer in template.layers],
         page_tokens=[shard.page_tokens(tokens) for tokens in template.page_tokens],
+        stripe=(shard.index, shard.count) if template.prefix_only and template.kv_policy else None,
     )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
+from typing import NamedTuple
 
 from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import STRIPE_TOKENS
@@ -20,6 +21,8 @@ from memory.pages.layer_groups import LayerGroup
 PARTITIONS = ("auto", "head", "request", "sequence")
 _MIN_PAGE_BYTES = 16 << 10  # of a page on a node
 MAX_PAGES = 30_000  # on a node; Linux allows a process 65,530 mappings
+MAX_LISTED = 1 << 20
+"""Of scores of tiles in the lists of one message, if it has more than one row."""
 _MAX_SEQUENCE_NODES = 4  # each smaller number of nodes divides a page of mode `sequence`, too
 
 
@@ -109,6 +112,44 @@ class Shard:
             found.append((low, high - low))
             stripe += self.count
         return found
+
+
+class ChoosingRow(NamedTuple):
+    """A row that chooses among the tiles of all nodes, as one node sees it, which has num_tiles of
+    those before the row's own, and num_keys keys in all that the row may see."""
+
+    num_tiles: int
+    num_keys: int
+
+
+def choosing_row(shard: Shard, position: int) -> ChoosingRow:
+    """Returns the row at a position of a sequence, as the node with this shard sees it."""
+    first = position - position % STRIPE_TOKENS
+    return ChoosingRow(shard.num_tokens(first) // STRIPE_TOKENS, shard.num_tokens(position + 1))
+
+
+def choosing_parts(positions: Sequence[int], num_kv_heads: int) -> list[slice]:
+    """Divides rows at these positions into parts that choose one after the other, so that the lists
+    of one part have MAX_LISTED numbers at most, or are those of one row. All nodes and the engine
+    divide them in the same way."""
+    parts: list[slice] = []
+    first = free = 0
+    for row, position in enumerate(positions):
+        need = (position // STRIPE_TOKENS + 1) * num_kv_heads
+        if row > first and need > free:
+            parts.append(slice(first, row))
+            first = row
+        free = (MAX_LISTED if row == first else free) - need
+    return [*parts, slice(first, len(positions))] if positions else []
+
+
+def largest_lists(layers: Sequence[AttentionLayer], num_tiles: int, max_rows: int) -> int:
+    """Returns the most bytes of lists in a message of a node that has up to num_tiles tiles of a
+    sequence: scores of 4 bytes, and a bit for each."""
+    heads = max(layer.num_kv_heads for layer in layers)
+    of_row = heads * num_tiles
+    listed = max(of_row, min(MAX_LISTED, of_row * max_rows))
+    return 4 * (listed + listed // 32 + heads * max_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,8 @@ are told where each sequence's prompt ends. A node then attends when it has k an
 
 In partition mode `sequence` a node has only some tokens. There the nodes compute prefix attention,
 which needs q alone, `finish` computes the new-token attention locally, and `wait` merges the
-results by their log-sum-exp.
+results by their log-sum-exp. With a kv_policy `wait` first chooses what rows of answers read
+(split_plan.py).
 """
 
 from __future__ import annotations
@@ -32,9 +33,17 @@ from memory.nodes.remote_plan import (
     LayerShard,
     NodeRows,
     PlannedRows,
-    PrefixPlan,
     RemotePlan,
+    extend_runs,
     layer_shard,
+)
+from memory.nodes.split_plan import (
+    ChoosingPlan,
+    ChoosingRows,
+    PrefixPlan,
+    choosing_rows_on,
+    selects,
+    whole_rows,
 )
 from memory.nodes.staging import HOST_STAGING, Staging
 from memory.nodes.wire import Append, NodePlan, Query, WireFormat
@@ -65,12 +74,14 @@ class RemoteAttention:
     ) -> None:
         """num_ranges is the number of ranges in each partition. staging: moves rows between the
         model's memory and this machine's. selection: that of the nodes' kv_policy."""
-        assert selection is None or not nodes.prefix_only, "what is selected is read in one place"
         self.staging = staging
         self.selection = selection
         self.layers = list(layers)
         self.new_token_attention = new_token_attention
         self.backend = backend
+        self._choosing_heads = max(
+            [x.num_kv_heads for i, x in enumerate(layers) if selects(layers, i)], default=1
+        )
         self.wire = wire
         self.tail_cache = tail_cache
         self._nodes = nodes
@@ -89,16 +100,26 @@ class RemoteAttention:
             self._parts[link] = parts
         return parts
 
-    def plan(self, step: AttentionStep) -> RemotePlan | PrefixPlan:
+    def plan(self, step: AttentionStep) -> RemotePlan | PrefixPlan | ChoosingPlan:
         number = next(self._numbers)
         self.staging.reset()
         spans, num_keys = self._extend_tails(step)
-        selected = self._select(step, num_keys)
+        selected = choosing = None
+        if self._nodes.prefix_only:
+            choosing = self._choose(step)
+        else:
+            selected = self._select(step, num_keys)
         planned: list[NodeRows] = []
         for index, partition in enumerate(self._nodes.partitions):
             edits = partition.edits.take()
             for link in partition.links:
-                node, plan = self._plan_rows(link, step, index, num_keys, selected)
+                node, plan = (
+                    self._plan_rows(link, step, index, num_keys, selected)
+                    if choosing is None
+                    else choosing_rows_on(
+                        link, self._parts_of(link), step, num_keys, choosing, self._range_tokens
+                    )
+                )
                 if not (edits or plan.queries or plan.appends):
                     continue
                 try:
@@ -110,16 +131,13 @@ class RemoteAttention:
                 planned.append(node)
             if not partition.links and index in self._partitions_of(step):
                 raise NodesLostError("no memory node holds this K/V")
+        common = number, planned, self.wire, self.backend, self.layers, self.staging
+        if choosing is not None:
+            return ChoosingPlan(*common, self._plan_whole(step, spans, choosing), choosing)
         if self._nodes.prefix_only:
             new = self.new_token_attention.plan(step.num_decodes, step.num_rows, spans)
-            rows = PlannedRows([], self.new_token_attention, new)
-            return PrefixPlan(
-                number, planned, self.wire, self.backend, self.layers, self.staging, rows
-            )
-        tails = self._plan_tails(step, spans)
-        return RemotePlan(
-            number, planned, self.wire, self.backend, self.layers, self.staging, tails
-        )
+            return PrefixPlan(*common, PlannedRows([], self.new_token_attention, new))
+        return RemotePlan(*common, self._plan_tails(step, spans))
 
     def check_lanes(self) -> None:
         """Raises NodesLostError if a stream was released since the last step was planned, so that
@@ -137,11 +155,33 @@ class RemoteAttention:
         row = 0
         for num_rows, span in zip(step.num_rows, spans, strict=True):
             if span is not None:
-                _extend_runs(runs, row, num_rows)
+                extend_runs(runs, row, num_rows)
             row += num_rows
         num_rows_of = [n for n, span in zip(step.num_rows, spans, strict=True) if span is not None]
         kept = [span for span in spans if span is not None]
         plan = self.new_token_attention.plan(0, num_rows_of, kept) if runs else None
+        return PlannedRows(runs, self.new_token_attention, plan)
+
+    def _choose(self, step: AttentionStep) -> ChoosingRows | None:
+        """Returns the rows that choose among the tiles of all nodes; None if none does."""
+        if self.selection is None or step.prompt_lens is None:
+            return None
+        counts, budgets = self.selection.plan(
+            step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
+        )
+        choosing = ChoosingRows(step, counts, budgets, self._choosing_heads)
+        return choosing if choosing.positions else None
+
+    def _plan_whole(
+        self, step: AttentionStep, spans: Sequence[TailSpan | None], choosing: ChoosingRows
+    ) -> PlannedRows:
+        """Returns the rows that do not choose, which attend here over each other."""
+        runs, whole = whole_rows(step, choosing)
+        kept = [(n, span) for n, span in zip(whole, spans, strict=True) if n]
+        num_decodes = sum([n > 0 for n in whole[: step.num_decodes]])
+        plan = None
+        if kept:
+            plan = self.new_token_attention.plan(num_decodes, *zip(*kept, strict=True))
         return PlannedRows(runs, self.new_token_attention, plan)
 
     def _extend_tails(self, step: AttentionStep) -> tuple[list[TailSpan | None], list[int]]:
@@ -218,11 +258,11 @@ class RemoteAttention:
             if keys:
                 queried.append(i)
                 queries.append(Query(index, num_rows, keys))
-                _extend_runs(query_runs, row, num_rows)
+                extend_runs(query_runs, row, num_rows)
             num_appends = 0
             is_own = keys and not self._nodes.prefix_only
             for first, length in [] if is_own else shard.runs(position, kv_len):
-                _extend_runs(append_runs, row + first - position, length)
+                extend_runs(append_runs, row + first - position, length)
                 num_appends += length
             if num_appends:
                 appends.append(Append(index, num_appends, shard.num_tokens(position)))
@@ -281,10 +321,3 @@ class _Selected(NamedTuple):
 
 _Chosen = tuple[Sequence[int], Sequence[KVPolicy | None]]
 _NONE_SELECTED: tuple[_Chosen, int] = ([], ()), 0
-
-
-def _extend_runs(runs: list[tuple[int, int]], first: int, length: int) -> None:
-    if runs and sum(runs[-1]) == first:
-        runs[-1] = runs[-1][0], runs[-1][1] + length
-    else:
-        runs.append((first, length))

@@ -20,7 +20,7 @@ from memory.nodes.placement import Shard
 from memory.nodes.staging import Staging
 from memory.nodes.wire import HEADER_BYTES, ErrorCode, Header, Kind, WireError, WireFormat, WireType
 from memory.nodes.wire_rows import WireRows, encode, float_type
-from ops.backend import Backend, Partial
+from ops.backend import Backend
 from transport.base import Segment, TransportError
 from transport.messages import view_of
 
@@ -48,7 +48,8 @@ class NodeRows:
     """The step's rows for one node. parts is indexed by layer. query_runs and append_runs are runs
     (first row, length) of the step's rows. rows has the indices of the query rows; it is None if
     all rows query. num_keys is the sum of the keys that these rows read. k and v of the query rows
-    are not among the appended ones, unless nodes compute prefix attention."""
+    are not among the appended ones, unless nodes compute prefix attention. own_runs has the rows
+    whose k and v OWN has, if these are not the query rows."""
 
     link: NodeLink
     parts: list[LayerShard]
@@ -60,10 +61,13 @@ class NodeRows:
     num_keys: int
     lane: LaneStep | None = None
     """Set if the stream sends the rows and receives the results."""
+    own_runs: list[tuple[int, int]] | None = None
 
     def kv_runs(self, kind: Kind) -> list[tuple[int, int]]:
         """Returns the runs of rows whose k and v are sent with OWN or UPDATE."""
-        return self.query_runs if kind is Kind.OWN else self.append_runs
+        if kind is Kind.OWN:
+            return self.query_runs if self.own_runs is None else self.own_runs
+        return self.append_runs
 
 
 TakeAnswer = Callable[[NodeRows, Sequence[Tensor]], None]
@@ -81,7 +85,7 @@ class PlannedRows:
         return self.attention.attend(self.plan, layer, q, k, v)
 
 
-class _NodesPlan:
+class NodesPlan:
     """The part of a step's planned attention that computes nothing here."""
 
     _kv_kinds: Sequence[Kind]
@@ -135,7 +139,7 @@ class _NodesPlan:
             segments: list[Segment] = []
             for x in tensors:
                 segments += _pieces(x, node.query_runs, part.first_head, part.num_heads)
-            self._post(node, Kind.QUERY, layer, node.num_queries, segments)
+            self.post(node, Kind.QUERY, layer, node.num_queries, segments)
 
     def _rotated(
         self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None
@@ -187,15 +191,14 @@ class _NodesPlan:
         for kind in self._kv_kinds:
             for node in self._posted:
                 runs = node.kv_runs(kind)
-                num_rows = node.num_queries if kind is Kind.OWN else node.num_appends
-                if num_rows:
+                if num_rows := sum([count for _, count in runs]):
                     part = node.parts[layer]
                     segments: list[Segment] = []
                     for x in tensors:
                         segments += _pieces(x, runs, part.first_kv_head, part.num_kv_heads)
-                    self._post(node, kind, layer, num_rows, segments)
+                    self.post(node, kind, layer, num_rows, segments)
 
-    def _post(
+    def post(
         self, node: NodeRows, kind: Kind, layer: int, num_rows: int, segments: list[Segment]
     ) -> None:
         dtype = self._wire.rows if kind is Kind.QUERY else self._wire.kv
@@ -229,7 +232,7 @@ class _NodesPlan:
             link.endpoint.release(frame)
 
 
-class RemotePlan(_NodesPlan):
+class RemotePlan(NodesPlan):
     """The planned attention of one step, where a node has all tokens of its sequences."""
 
     _kv_kinds = (Kind.OWN, Kind.UPDATE)
@@ -256,9 +259,9 @@ class RemotePlan(_NodesPlan):
         shape = self._layers[layer]
         out = q.new_empty(*q.shape[:2], shape.value_dim or q.shape[2])
         if runs := self._tails.runs:
-            own_v = None if v is None else _rows_of(v, runs)
-            here, _ = self._tails.attend(layer, _rows_of(q, runs), _rows_of(k, runs), own_v)
-            _copy(here, out, runs)
+            own_v = None if v is None else rows_of(v, runs)
+            here, _ = self._tails.attend(layer, rows_of(q, runs), rows_of(k, runs), own_v)
+            copy_rows(here, out, runs)
         return RemotePending(self, layer, out)
 
 
@@ -276,57 +279,7 @@ class RemotePending:
 
     def _take(self, node: NodeRows, found: Sequence[Tensor]) -> None:
         part, [out] = node.parts[self.layer], found
-        _copy(out, self.out if part.own is None else self.out[:, part.own], node.query_runs)
-
-
-class PrefixPlan(_NodesPlan):
-    """The planned attention of one step, where nodes compute prefix attention."""
-
-    _kv_kinds = (Kind.UPDATE,)
-
-    def __init__(
-        self,
-        number: int,
-        nodes: list[NodeRows],
-        wire: WireFormat,
-        backend: Backend,
-        layers: Sequence[AttentionLayer],
-        staging: Staging,
-        new: PlannedRows,
-    ) -> None:
-        """new: all rows, which attend here over each other."""
-        super().__init__(number, nodes, wire, backend, layers, staging)
-        self._new = new
-
-    def finish(
-        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
-    ) -> Pending:
-        layer, q, _ = ticket
-        k, v = self.store(layer, k, v, rotation)
-        out, lse = self._new.attend(layer, q, k, v)
-        return PrefixPending(self, layer, Partial(out, lse), q.dtype, self._backend)
-
-
-@dataclass(slots=True)
-class PrefixPending:
-    """A layer's attention while nodes compute prefix attention. total: attention over the step's
-    own tokens."""
-
-    plan: PrefixPlan
-    layer: int
-    total: Partial
-    dtype: torch.dtype
-    backend: Backend
-
-    def wait(self) -> Tensor:
-        self.plan.receive(Kind.PARTIAL, self.layer, WireRows.read_partial, self._merge)
-        return self.total.out.to(self.dtype)
-
-    def _merge(self, node: NodeRows, found: Sequence[Tensor]) -> None:
-        own, total = node.parts[self.layer].own, self.total
-        out, lse = found
-        mine = total if own is None else Partial(total.out[:, own], total.lse[:, own])
-        self.backend.merge_into(mine, Partial(out, lse), node.rows)
+        copy_rows(out, self.out if part.own is None else self.out[:, part.own], node.query_runs)
 
 
 def _read_result(rows: WireRows, body: memoryview, header: Header) -> list[Tensor]:
@@ -357,12 +310,12 @@ def _span(runs_of: Sequence[Sequence[tuple[int, int]]]) -> tuple[int, int] | Non
     return (min(first for first, _ in ends), max(end for _, end in ends)) if ends else None
 
 
-def _rows_of(x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
+def rows_of(x: Tensor, runs: Sequence[tuple[int, int]]) -> Tensor:
     parts = [x[first : first + length] for first, length in runs]
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _copy(rows: Tensor, to: Tensor, runs: Sequence[tuple[int, int]]) -> None:
+def copy_rows(rows: Tensor, to: Tensor, runs: Sequence[tuple[int, int]]) -> None:
     """Copies rows to these runs of rows."""
     at = 0
     for first, length in runs:
@@ -397,3 +350,11 @@ def _pieces(
         Segment(address + row * stride, num_rows, num_heads * head_bytes, stride)
         for row, num_rows in runs
     ]
+
+
+def extend_runs(runs: list[tuple[int, int]], first: int, length: int) -> None:
+    """Adds rows to runs (first row, length) that end before them."""
+    if runs and sum(runs[-1]) == first:
+        runs[-1] = runs[-1][0], runs[-1][1] + length
+    else:
+        runs.append((first, length))

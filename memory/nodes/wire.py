@@ -6,14 +6,17 @@ checked before it is used: its form here, its meaning in `node_session`.
 
     engine -> node   ATTACH   JSON: layers, pages, epoch (attach.py)
                      PLAN     edits of the address space, then the queries and appends; in a session
-                              with a kv_policy also the length of each query's prompt, and
-                              the budgets of the queries if some have their own
+                              with a kv_policy also the length of each query's prompt and, if some
+                              have their own, the budgets of the queries; with a stripe instead
+                              what rows choose (NodePlan)
                      QUERY    q of the querying rows of one layer          [R, H, D]
                      OWN      k, then v of the querying rows of one layer  [R, Hk, D] each
                      UPDATE   k, then v of the appending rows of one layer [A, Hk, D] each
+                     CHOICE   how many of the listed tiles are chosen      [R, Hk] int32
     node -> engine   ATTACHED JSON: pages granted
                      RESULT   out [R, H, D]
                      PARTIAL  out [R, H, D], then lse [R, H] fp32
+                     TILES    lists of tiles of some rows (ops/cpu/native_tile_lists.py)
                      ERROR    JSON: code, text; it ends the session
                      DRAIN    empty: the node shuts down and asks the engine to leave
 
@@ -23,6 +26,12 @@ the step, and there is no OWN. In a session with by_segment a range is a segment
 the answer is PARTIAL: some queries have rows of their own, whose k and v OWN has, and the others
 attend over the whole segment; without the former there is no OWN. A layer that shares the K/V of an
 earlier one has neither OWN nor UPDATE: the node answers its QUERY at once, with RESULT or PARTIAL.
+
+In a session with a stripe (attach.py) some queries have rows that choose among the tiles of all
+nodes. OWN has k and v of the rows of their sequences that are on this node, and UPDATE the others;
+either may be missing. To QUERY and OWN together the node answers with TILES, as early as it can,
+and to CHOICE with PARTIAL, of all querying rows. Many rows choose in parts: TILES and CHOICE come
+in turn for each of them (placement.py: choosing_parts).
 """
 
 from __future__ import annotations
@@ -42,7 +51,7 @@ HEADER_BYTES = _HEADER.size  # 32, so that the body is aligned
 _EDIT = struct.Struct("<IIIII")
 _QUERY = struct.Struct("<IIII")
 _APPEND = struct.Struct("<III")
-_PROMPT = struct.Struct("<I")
+_NUMBER = struct.Struct("<I")
 _BUDGET = struct.Struct("<IId")  # tokens least share; zeros: that of the session
 _COUNTS = struct.Struct("<III")
 _MOST_TOKENS = (1 << 32) - 1  # no sequence has as many
@@ -67,6 +76,8 @@ class Kind(IntEnum):
     DRAIN = 8
     OWN = 9
     RESULT = 10
+    TILES = 11
+    CHOICE = 12
 
 
 class ErrorCode(IntEnum):
@@ -176,8 +187,9 @@ class Edit(NamedTuple):
 class Query(NamedTuple):
     """num_rows rows of q attend over the first num_keys tokens of the range: their own k and v are
     the last of them, or with prefix_only come after them. In a session with by_segment num_own is
-    num_rows where their own k and v are the last ones, and 0 where they belong to a later segment;
-    in other sessions it is 0."""
+    num_rows where their own k and v are the last ones, and 0 where they belong to a later segment.
+    In a session with a stripe it is num_rows where rows choose what they read: num_keys is then
+    what this node has of the sequence after the step. In other sessions it is 0."""
 
     range: int
     num_rows: int
@@ -199,13 +211,18 @@ class NodePlan(NamedTuple):
     among each of them those of one row. Rows of q, k and v are in the order of these lists.
     prompt_lens: the tokens of each query's prompt, in a session whose rows after them select what
     they read (attach.py: kv_policy); in others there are none. policies: the budgets of queries
-    whose rows have their own; none, for one or for all: that of the session."""
+    whose rows have their own; none, for one or for all: that of the session. positions and wanted:
+    in a session with a stripe, for each query whose rows choose, the position of the first one in
+    its sequence; and for each such row how many tiles it chooses on all nodes, its own not
+    counted."""
 
     edits: Sequence[Edit]
     queries: Sequence[Query]
     appends: Sequence[Append]
     prompt_lens: Sequence[int] = ()
     policies: Sequence[KVPolicy | None] = ()
+    positions: Sequence[int] = ()
+    wanted: Sequence[int] = ()
 
 
 def pack_plan(
@@ -219,39 +236,47 @@ def pack_plan(
     parts = [header.packed(), counts]
     parts += [_EDIT.pack(*edit) for edit in plan.edits]
     numbers = [number for item in (*plan.queries, *plan.appends) for number in item]
-    numbers += plan.prompt_lens
+    numbers += [*plan.prompt_lens, *plan.positions, *plan.wanted]
     parts.append(struct.pack(f"<{len(numbers)}I", *numbers))
     parts += [_pack_budget(policy) for policy in plan.policies]
     return b"".join(parts)
 
 
-def read_plan(message: memoryview, *, selects: bool = False) -> NodePlan:
-    """Reads the body of a PLAN. selects: of a session with a kv_policy. Raises WireError if its
-    lengths disagree."""
+def read_plan(message: memoryview, *, selects: bool = False, is_striped: bool = False) -> NodePlan:
+    """Reads the body of a PLAN. selects: of a session with a kv_policy; is_striped: and a stripe.
+    Raises WireError if its lengths disagree."""
     body = message[HEADER_BYTES:]
     if len(body) < _COUNTS.size:
         raise WireError(ErrorCode.FORM, "a plan without counts")
     num_edits, num_queries, num_appends = _COUNTS.unpack_from(body)
     ends = [_COUNTS.size]
-    num_prompts = num_queries if selects else 0
-    for count, item in (
-        (num_edits, _EDIT),
-        (num_queries, _QUERY),
-        (num_appends, _APPEND),
-        (num_prompts, _PROMPT),
-    ):
+    sizes = (num_edits, _EDIT), (num_queries, _QUERY), (num_appends, _APPEND)
+    for count, item in sizes:
         ends.append(ends[-1] + count * item.size)
-    num_left = len(body) - ends[-1]
-    if num_left not in (0, num_prompts * _BUDGET.size):
-        raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {ends[-1]}")
-    edits, queries, appends, prompts = (body[ends[i] : ends[i + 1]] for i in range(4))
+    if len(body) < ends[-1]:
+        raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {ends[-1]} or more")
+    packed = [body[ends[i] : ends[i + 1]] for i in range(3)]
+    queries = [Query(*item) for item in _QUERY.iter_unpack(packed[1])]
+    lengths = [num_queries if selects else 0, 0, 0]
+    if is_striped:
+        choosing = [query.num_own for query in queries if query.num_own]
+        lengths = [0, len(choosing), sum(choosing)]
+    due = ends[-1] + sum(lengths) * _NUMBER.size
+    if len(body) - due not in (0, lengths[0] * _BUDGET.size):
+        raise WireError(ErrorCode.FORM, f"a plan of {len(body)} bytes, not {due}")
+    numbers = [number for (number,) in _NUMBER.iter_unpack(body[ends[-1] : due])]
+    prompts, positions, wanted = (
+        numbers[sum(lengths[:i]) : sum(lengths[: i + 1])] for i in range(3)
+    )
     try:
         return NodePlan(
-            [Edit(EditKind(kind), *rest) for kind, *rest in _EDIT.iter_unpack(edits)],
-            [Query(*item) for item in _QUERY.iter_unpack(queries)],
-            [Append(*item) for item in _APPEND.iter_unpack(appends)],
-            [length for (length,) in _PROMPT.iter_unpack(prompts)],
-            [_budget(*item) for item in _BUDGET.iter_unpack(body[ends[-1] :])],
+            [Edit(EditKind(kind), *rest) for kind, *rest in _EDIT.iter_unpack(packed[0])],
+            queries,
+            [Append(*item) for item in _APPEND.iter_unpack(packed[2])],
+            prompts,
+            [_budget(*item) for item in _BUDGET.iter_unpack(body[due:])],
+            positions,
+            wanted,
         )
     except ValueError as error:
         raise WireError(ErrorCode.FORM, str(error)) from error

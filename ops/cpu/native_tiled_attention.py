@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.cpu.native_library import BEGIN, FINISH, address, library
 from ops.cpu.native_rotation import check_rotation
+from ops.cpu.native_tile_lists import TileList, TileShares
 
 
 class TiledAttentionStep:
@@ -135,6 +136,7 @@ class TiledAttention:
             *(recent or (0, 0)),
             -1 if bounds_offset is None else bounds_offset,
         )
+        self.has_bounds = has_bounds
         self._is_one_call = recent is not None or has_bounds
 
     def append(
@@ -202,6 +204,51 @@ class TiledAttention:
             step.plan, q.data_ptr(), q.stride(0), out.data_ptr(), heads * dim, address(lse)
         )
         return out
+
+    def list_tiles(self, step: TiledAttentionStep, q: Tensor, shares: TileShares) -> Tensor:
+        """Returns the lists of the tiles that the rows of a prefix_only step may choose here
+        (native_tile_lists.py): int32 [shares.num_words * kv_heads]. Each sequence has one row, and
+        its keys are its tiles in `shares` and those that are here of the row's own tile. The layer
+        has bounds."""
+        self._check_shares(step, shares)
+        q = self._checked(step, q)
+        lists = torch.empty(shares.num_words * self._shape[1], dtype=torch.int32)
+        self._op.list_tiles(step.plan, q.data_ptr(), q.stride(0), *shares.addresses, address(lists))
+        return lists
+
+    def attend_listed(
+        self,
+        step: TiledAttentionStep,
+        q: Tensor,
+        lists: TileList,
+        counts: Tensor,
+        lse: Tensor,
+    ) -> Tensor:
+        """Returns attention [T, H, D] to the counts[t, h] best tiles of each list and to the row's
+        own tile, as far as it is here; writes lse. lists: as `list_tiles` returned them for this
+        step and q. counts: int32 [T, kv_heads], each at most as many as are listed."""
+        shares, words = lists
+        self._check_shares(step, shares)
+        _check_lse(lse, q)
+        heads, kv_heads, dim = self._shape
+        assert words.numel() == shares.num_words * kv_heads and words.dtype == torch.int32
+        assert counts.shape == (step.num_rows, kv_heads) and counts.dtype == torch.int32
+        assert counts.is_contiguous(), "the counts of a row are adjacent"
+        q = self._checked(step, q).contiguous()
+        out = torch.empty(step.num_rows, heads, dim)
+        self._op.attend_listed(
+            step.plan,
+            q.data_ptr(),
+            *shares.addresses,
+            words.data_ptr(),
+            counts.data_ptr(),
+            out.data_ptr(),
+            lse.data_ptr(),
+        )
+        return out
+
+    def _check_shares(self, step: TiledAttentionStep, shares: TileShares) -> None:
+        assert self.has_bounds and step.num_single_rows == step.num_rows == shares.num_rows
 
     def _attend(self, step: TiledAttentionStep, q: Tensor, out: int, lse: int, *phase: int) -> None:
         """phase: none for one call; else its number and the address of the sums."""

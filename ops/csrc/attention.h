@@ -128,6 +128,21 @@ struct Selection {
   const int* budgets;
 };
 
+// Rows that choose among tiles of which other machines have some (see attention_share.inl). num_tiles: for each row,
+// how many tiles of its sequence before its own are here, the first ones; wanted: how many it chooses of all.
+struct TileShares {
+  const int* num_tiles;
+  const int* wanted;
+};
+
+// What the rows may choose of one machine's tiles, and where to write how many of these are chosen, [rows][kv_heads].
+// Of several machines the one with number p has tiles p, p + machines, ... of each sequence.
+struct ListedPart {
+  TileShares shares;
+  const int32_t* lists;
+  int32_t* counts;
+};
+
 struct Rotation {
   const float* cos;  // [rows, half], or null
   const float* sin;

@@ -193,7 +193,7 @@ class Selector {
     }
   }
 
- private:
+ protected:
   // Rows that read everything read all tiles that the last of them sees.
   static void mark_all(const SequenceRows& seq, bool has_recent, uint8_t* is_read) {
     const int end = has_recent ? first_recent(seq.first_position + seq.num_rows - 1) : seq.kv_len;

@@ -291,6 +291,16 @@ struct Kernels {
                        const Selection&, uint8_t* is_read);
   bool (*attend_chosen)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
                         size_t out_stride, float* lse, const RecentStore* recent);
+  // What attend_selected does where other machines have tiles of the sequences, too, in three calls (see
+  // attention_share.inl). Each sequence of the step has one row, which comes after its keys here: its `num_tiles` first
+  // tiles, and keys of its own tile. The first call writes the lists of these tiles, [rows][kv_heads], each as long
+  // as it has to be. The second reads the lists of all machines. The third attends to the tiles chosen here and to
+  // the keys of the own tile; q, out and lse are dense.
+  void (*list_tiles)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, const KeyBounds&,
+                     const TileShares&, int32_t* lists);
+  void (*count_tiles)(const ListedPart* parts, int num_parts, int rows, int kv_heads);
+  void (*attend_listed)(const Step&, const AttentionLayer&, const float* q, const TileShares&, const int32_t* lists,
+                        const int32_t* counts, float* out, float* lse);
 };
 
 const Kernels* portable_kernels();

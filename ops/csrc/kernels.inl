@@ -1,4 +1,5 @@
 // One instruction set's kernels. The including file defines MS_ISA, MS_KERNELS and MS_NAME.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <vector>
@@ -32,6 +33,7 @@ using namespace ms;
 #include "key_scores.inl"
 #include "kv_bounds.inl"
 #include "attention_select.inl"
+#include "attention_share.inl"
 #include "attention_plain.inl"
 #include "attention_plain_prefill.inl"
 #include "attention_latent.inl"
@@ -64,7 +66,8 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::multiply_f32, MS_ISA::attend_linear, MS_ISA::convolve, MS_ISA::gate_and_norm,
                               MS_ISA::add_key_scores, MS_ISA::gather_kv,
                               MS_ISA::bound_keys, MS_ISA::attend_selected,
-                              MS_ISA::choose_tiles, MS_ISA::attend_chosen};
+                              MS_ISA::choose_tiles, MS_ISA::attend_chosen,
+                              MS_ISA::list_tiles, MS_ISA::count_tiles, MS_ISA::attend_listed};
   return &all;
 }
 }  // namespace ms

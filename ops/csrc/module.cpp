@@ -78,6 +78,20 @@ class QuantizedAttention {
     if (!is_chosen) throw std::logic_error("the thread's last choice of tiles was for another step or layer");
   }
 
+  void list_tiles(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t num_tiles, uintptr_t wanted,
+                  uintptr_t lists) const {
+    nb::gil_scoped_release release;
+    kernels().list_tiles(step.get(), layer_, pointer<float>(q), q_stride, step.bounds(bounds_offset_),
+                         {pointer<int>(num_tiles), pointer<int>(wanted)}, pointer<int32_t>(lists));
+  }
+  void attend_listed(const StepPlan& step, uintptr_t q, uintptr_t num_tiles, uintptr_t wanted, uintptr_t lists,
+                     uintptr_t counts, uintptr_t out, uintptr_t lse) const {
+    nb::gil_scoped_release release;
+    kernels().attend_listed(step.get(), layer_, pointer<float>(q), {pointer<int>(num_tiles), pointer<int>(wanted)},
+                            pointer<int32_t>(lists), pointer<int32_t>(counts), pointer<float>(out),
+                            pointer<float>(lse));
+  }
+
  private:
   bool selects(const StepPlan& step) const { return bounds_offset_ >= 0 && step.selects(); }
   bool has_recent(const StepPlan& step) const { return recent_.group > 0 && step.has_recent(); }
@@ -87,6 +101,16 @@ class QuantizedAttention {
   std::vector<float> slopes_, sinks_;
   AttentionLayer layer_;
 };
+
+// parts: four numbers each, the addresses of num_tiles, wanted, lists and counts.
+void count_tiles(const std::vector<uintptr_t>& parts, int rows, int kv_heads) {
+  nb::gil_scoped_release release;
+  std::vector<ListedPart> listed;
+  for (size_t i = 0; i + 3 < parts.size(); i += 4)
+    listed.push_back({{pointer<int>(parts[i]), pointer<int>(parts[i + 1])}, pointer<int32_t>(parts[i + 2]),
+                      pointer<int32_t>(parts[i + 3])});
+  kernels().count_tiles(listed.data(), static_cast<int>(listed.size()), rows, kv_heads);
+}
 
 void rotate(uintptr_t x, size_t stride, int rows, int heads, int head_dim, uintptr_t cos, uintptr_t sin, int half) {
   nb::gil_scoped_release release;
@@ -240,7 +264,10 @@ NB_MODULE(_native, m) {
       .def("attend", &QuantizedAttention::attend, "step"_a, "q"_a, "q_stride"_a, "out"_a, "out_stride"_a, "lse"_a,
            "phase"_a = 0, "sums"_a = 0)
       .def("choose", &QuantizedAttention::choose)
-      .def("attend_chosen", &QuantizedAttention::attend_chosen);
+      .def("attend_chosen", &QuantizedAttention::attend_chosen)
+      .def("list_tiles", &QuantizedAttention::list_tiles)
+      .def("attend_listed", &QuantizedAttention::attend_listed);
+  m.def("count_tiles", &count_tiles);
   m.def("prefill_plain", &prefill_plain);
   m.def("merge_partials", &merge_partials);
   m.def("quantize_heads", &quantize_heads);

@@ -16,7 +16,7 @@ from memory.attention.tiled import TILED_TYPES
 from memory.kv_beside_states import KVBesideStates
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
-from memory.nodes.attach import AttachRequest, NodeLayout, accounting_bytes
+from memory.nodes.attach import STRIPE_TOKENS, AttachRequest, NodeLayout, accounting_bytes
 from memory.nodes.edit_log import EditLog
 from memory.nodes.node_set import NodePartition, NodeSet, make_kv_managers, shard_request
 from memory.nodes.placement import (
@@ -24,6 +24,7 @@ from memory.nodes.placement import (
     PageGeometry,
     PlacementError,
     Shard,
+    largest_lists,
     page_geometry,
     resolve_partition,
 )
@@ -174,9 +175,7 @@ class _RemoteSetup:
         except PlacementError as error:
             raise ConfigError(str(error)) from error
         self.wire = _wire_format(config, precision, layers)
-        self._connect = connect_with(
-            config, largest_message(layers, config.batched_tokens, self.wire)
-        )
+        self._connect = connect_with(config, self._largest_message())
         node_bytes, most, capacity, _ = node_sizes(
             "memory_nodes", urls, self._connect, config.memory_node_bytes
         )
@@ -196,6 +195,14 @@ class _RemoteSetup:
         self._group_layers = [ids for _, ids in groups]
         if config.max_model_len is None:
             self._fit_into(node_bytes)
+
+    def _largest_message(self) -> int:
+        rows = self._config.batched_tokens
+        largest = largest_message(self._layers, rows, self.wire)
+        if self.partition == "sequence" and self._config.policy is not None:  # one node may be left
+            num_tiles = self._max_len // STRIPE_TOKENS + 1
+            largest = max(largest, largest_lists(self._layers, num_tiles, rows))
+        return largest
 
     def _fit_into(self, node_bytes: int) -> None:
         """Lowers the context length to what fits the nodes."""

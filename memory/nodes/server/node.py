@@ -29,7 +29,7 @@ from memory.nodes.attach import (
 from memory.nodes.server.connection import ArrivingEndpoint, Connection, NodeStats
 from memory.nodes.server.node_lane import open_loop
 from memory.nodes.server.node_loop import NodeLoop, post_error
-from memory.nodes.server.node_session import NodeSession
+from memory.nodes.server.striped_session import open_session
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
 from memory.pages.linux_vmm import LinuxMemory
 from memory.pages.virtual_memory import VirtualMemory
@@ -256,7 +256,7 @@ class MemoryNode:
         page_bytes = connection.bytes_leased // granted.num_pages
         memory = self._memory(connection, page_bytes, granted.num_pages)
         try:
-            connection.session = NodeSession(
+            connection.session = open_session(
                 granted,
                 memory,
                 self._backend,

@@ -66,10 +66,10 @@ class TiledNodeAttention:
     ) -> None:
         """The first range begins at `address`; ranges are range_bytes apart. selection: what rows
         of answers read in layers with bounds."""
-        self._layout = layout
+        self.layout = layout
         self._address = address
         self._range_bytes = range_bytes
-        self._ops = tiled_ops(layout)
+        self.ops = tiled_ops(layout)
         self.range_tokens = range_bytes // layout.token_bytes
         selects = layout.has_bounds
         self.local: PlannedAttention = TiledLocalAttention(
@@ -80,16 +80,17 @@ class TiledNodeAttention:
         )
         self.partial: PartialAttention = TiledPartialAttention(layout, address, is_eager=True)
 
-    def _step(
+    def step(
         self, ranges: list[int], rows: list[int], keys: list[int], prefix_only: bool
     ) -> TiledAttentionStep:
+        """Returns a step of some ranges: their rows, and their keys."""
         starts = [index * self._range_bytes for index in ranges]
         return TiledAttentionStep(
-            self._address, self._layout.tile_bytes, starts, rows, keys, prefix_only=prefix_only
+            self._address, self.layout.tile_bytes, starts, rows, keys, prefix_only=prefix_only
         )
 
     def plan_queries(self, queries: Sequence[Query]) -> object:
-        return self._step(
+        return self.step(
             [q.range for q in queries],
             [q.num_rows for q in queries],
             [q.num_keys for q in queries],
@@ -97,7 +98,7 @@ class TiledNodeAttention:
         )
 
     def plan_appends(self, appends: Sequence[Append]) -> object:
-        return self._step(
+        return self.step(
             [a.range for a in appends],
             [a.num_rows for a in appends],
             [a.position + a.num_rows for a in appends],
@@ -107,11 +108,11 @@ class TiledNodeAttention:
     def query(self, plan: object, layer: int, q: Tensor) -> tuple[Tensor, Tensor]:
         assert isinstance(plan, TiledAttentionStep)
         lse = torch.empty(q.shape[:2], dtype=torch.float32)
-        return self._ops[layer].attend(plan, q.float(), lse), lse
+        return self.ops[layer].attend(plan, q.float(), lse), lse
 
     def append(self, plan: object, layer: int, k: Tensor, v: Tensor | None) -> None:
         assert isinstance(plan, TiledAttentionStep)
-        append(self._ops[layer], plan, k, v, None)
+        append(self.ops[layer], plan, k, v, None)
 
 
 class PlainNodeAttention:

@@ -62,8 +62,8 @@ def open_loop(
 
 def _accept(request: AttachRequest, endpoint: Endpoint, offer: object) -> NodeLane:
     terms = LaneTerms.from_json(offer)
-    if request.by_segment:
-        raise WireError(ErrorCode.SHAPE, "a lane of segments")
+    if request.by_segment or request.stripe is not None:
+        raise WireError(ErrorCode.SHAPE, "a lane of segments or stripes")
     layout = LaneLayout(request.layers, terms, is_partial=request.prefix_only)
     theirs = offer.get("peer") if isinstance(offer, dict) else None
     return NodeLane(accept(endpoint, theirs, layout.node_bytes, layout.engine_bytes), layout)

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager
 
 from memory.nodes.outgoing import Outgoing, segment_of
 from memory.nodes.server.node_session import Answer, NodeSession
+from memory.nodes.server.striped_session import StripedSession
 from memory.nodes.wire import ErrorCode, Header, Kind, WireError, pack_json
 from transport.base import Endpoint, Frame
 from transport.messages import post_bytes, view_of
@@ -23,6 +24,7 @@ logger = logging.getLogger(__name__)
 # Deferred messages must leave room in the window.
 _DEFERRED_FRACTION = 0.5
 _MAX_DEFERRED = 24
+_CHOOSING = (Kind.QUERY, Kind.OWN, Kind.CHOICE)
 
 
 class NodeLoop:
@@ -64,7 +66,9 @@ class NodeLoop:
                 self.run_deferred()
             return
         try:
-            if kind is Kind.QUERY and self._session.answers_at_once(header):
+            if isinstance(self._session, StripedSession) and kind in _CHOOSING:
+                self._take_choosing(self._session, header, message)
+            elif kind is Kind.QUERY and self._session.answers_at_once(header):
                 with self._computing:
                     answer = self._session.query(header, message)
                 self._post(answer)
@@ -84,6 +88,15 @@ class NodeLoop:
         finally:
             self._endpoint.release(frame)
 
+    def _take_choosing(self, session: StripedSession, header: Header, message: memoryview) -> None:
+        with self._computing:
+            answer = session.take(header, message)
+        if answer is not None:
+            self._post(answer)
+            if answer.header.kind is Kind.TILES:
+                with self._computing:
+                    session.rest()
+
     def run_deferred(self) -> None:
         """Writes the oldest deferred k and v."""
         header, frame = self._deferred.popleft()
@@ -98,7 +111,7 @@ class NodeLoop:
         """Frees what is beside the endpoint."""
 
     def _post(self, answer: Answer) -> None:
-        segments = [segment_of(part) for part in answer.parts]
+        segments = [segment_of(part) for part in answer.parts if part.numel()]
         self._outgoing.post(self._endpoint, answer.header, segments)
 
 

@@ -54,7 +54,9 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Plan:
+class PlannedRows:
+    """The rows of a plan that is in use."""
+
     queries: list[object]  # by layer group
     appends: list[object]
     num_query_rows: int
@@ -92,7 +94,7 @@ class NodeSession:
             for group, ids in enumerate(request.group_layers)
             for index, layer in enumerate(ids)
         }
-        self._plans: OrderedDict[int, _Plan] = OrderedDict()
+        self._plans: OrderedDict[int, PlannedRows] = OrderedDict()
         self._last_plan = 0
         self._begun: tuple[Header, Ticket | BegunSegments] | None = None  # QUERY, k and v are due
         self._rows = [WireRows.of(layer) for layer in request.layers]
@@ -132,21 +134,26 @@ class NodeSession:
         if header.plan <= self._last_plan:
             raise WireError(ErrorCode.STALE, f"plan {header.plan} after {self._last_plan}")
         self._last_plan = header.plan
-        plan = read_plan(message, selects=self._selection is not None)
+        is_striped = self.request.stripe is not None
+        plan = read_plan(message, selects=self._selection is not None, is_striped=is_striped)
         self._check_counts(plan)
-        num_query_rows = self._num_rows(plan.queries)
-        num_append_rows = self._num_rows(plan.appends)
+        num_rows = self._num_rows(plan.queries), self._num_rows(plan.appends)
         for edit in plan.edits:
             self._slots.check_edit(edit)
             self._edit(edit)
         self.num_edits += len(plan.edits)
-        self._check_queries(plan.queries)
+        self._check_queries(plan)
         self._check_appends(plan.appends)
         num_views = len(plan.queries) * len(self._rows)
         num_live = sum([old.num_views for old in self._plans.values()])
         while self._plans and (len(self._plans) >= _MAX_PLANS or num_live + num_views > _MAX_VIEWS):
             num_live -= self._plans.popitem(last=False)[1].num_views
-        self._plans[header.plan] = _Plan(
+        self._plans[header.plan] = self._prepare(plan, *num_rows, num_views)
+
+    def _prepare(
+        self, plan: NodePlan, num_query_rows: int, num_append_rows: int, num_views: int
+    ) -> PlannedRows:
+        return PlannedRows(
             [self._plan_queries(g, plan) if plan.queries else None for g in self._groups],
             [g.plan_appends(plan.appends) if plan.appends else None for g in self._groups],
             num_query_rows,
@@ -207,10 +214,10 @@ class NodeSession:
     def num_mappings(self) -> int:
         return self._slots.num_mappings
 
-    def _check_queries(self, queries: Sequence[Query]) -> None:
+    def _check_queries(self, plan: NodePlan) -> None:
         last = (True, False)  # whether own rows may follow, whether there are several rows
         by_segment, prefix_only = self.request.by_segment, self.request.prefix_only
-        for index, num_rows, num_keys, num_own in queries:
+        for index, num_rows, num_keys, num_own in plan.queries:
             self._check_range(index, num_rows)
             kind = (bool(num_own), num_rows > 1)
             if num_own not in (0, num_rows if by_segment else 0) or kind[0] > last[0]:
@@ -272,7 +279,7 @@ class NodeSession:
         plan = self._plans[number]
         return plan.num_query_rows, plan.num_append_rows
 
-    def _planned(self, header: Header) -> _Plan:
+    def _planned(self, header: Header) -> PlannedRows:
         plan = self._plans.get(header.plan)
         if plan is None:
             raise WireError(ErrorCode.STALE, f"plan {header.plan} is unknown or over")
@@ -337,19 +344,19 @@ class NodeSession:
         return self._answer(Kind.RESULT, query, encode(out, query.dtype))
 
     @staticmethod
-    def _attention(plan: _Plan, group: int) -> Attention:
+    def _attention(plan: PlannedRows, group: int) -> Attention:
         planned: Attention = plan.queries[group]  # type: ignore[assignment]
         return planned
 
     @staticmethod
-    def _segments(plan: _Plan, group: int) -> SegmentQueries:
+    def _segments(plan: PlannedRows, group: int) -> SegmentQueries:
         planned: SegmentQueries = plan.queries[group]  # type: ignore[assignment]
         return planned
 
     def _partial(self, query: Header, part: Partial) -> Answer:
         return self._answer(Kind.PARTIAL, query, [*encode(part.out, query.dtype), part.lse])
 
-    def _read_q(self, header: Header, message: memoryview) -> tuple[_Plan, Tensor]:
+    def _read_q(self, header: Header, message: memoryview) -> tuple[PlannedRows, Tensor]:
         plan = self._planned(header)
         if header.rows != plan.num_query_rows or not header.rows:
             raise WireError(ErrorCode.SHAPE, f"{header.rows} rows of q, {plan.num_query_rows} due")

@@ -347,7 +347,7 @@ OFFERS = (
 @pytest.mark.parametrize(("offer", "reason"), OFFERS)
 def test_a_node_refuses_an_impossible_offer_and_serves_by_the_endpoint(offer, reason):
     layers = layers_of(8, heads=32, kv_heads=8, dim=128)
-    request = SimpleNamespace(layers=layers, by_segment=False, prefix_only=False)
+    request = SimpleNamespace(layers=layers, by_segment=False, prefix_only=False, stripe=None)
     endpoint = SimpleNamespace(max_message_bytes=1 << 20)
     session = SimpleNamespace(request=request)
     loop, answer = node_lane.open_loop(session, endpoint, contextlib.nullcontext(), offer)

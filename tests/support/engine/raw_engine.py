@@ -121,6 +121,8 @@ class RawEngine:
         epoch=None,
         prompt_lens=(),
         policies=(),
+        positions=(),
+        wanted=(),
     ) -> int:
         """Sends a plan, given as tuples of integers with the EditKind first in edits. Returns
         its number."""
@@ -132,6 +134,8 @@ class RawEngine:
             [Append(*append) for append in appends],
             list(prompt_lens),
             list(policies),
+            list(positions),
+            list(wanted),
         )
         self.send(pack_plan(self.request.epoch if epoch is None else epoch, number, plan))
         return number

@@ -228,8 +228,6 @@ def test_what_is_read_is_counted(tmp_path):
 
 def test_what_cannot_select_is_refused(tmp_path):
     far = {"memory_nodes": ["inproc://none"], "kv_policy": QUEST}
-    with pytest.raises(ConfigError, match=r"memory_partition sequence cannot be used with kv_po"):
-        LLM(DEFAULT_MODEL, **SETTINGS, **far, memory_partition="sequence")
     with pytest.raises(ConfigError, match=r"kv_policy quest needs kv_dtype int8 or int4, not fl"):
         LLM(DEFAULT_MODEL, dtype="float32", **far)
     with pytest.raises(ConfigError, match=r"kv_policy quest with memory_nodes needs the cpu"):

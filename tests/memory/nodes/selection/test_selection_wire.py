@@ -14,6 +14,7 @@ from memory.nodes.attach import AttachRequest, NodeLayout
 from memory.nodes.wire import ErrorCode, NodePlan, Query, WireError, pack_plan, read_plan
 from memory.policies.setting import KVPolicy
 from tests.memory.nodes.test_wire import PLANS, REQUEST, U32, U64, as_sent, code_of, view
+from tests.support.profile import examples
 
 QUEST = KVPolicy("quest", share=0.12)
 
@@ -90,6 +91,71 @@ def test_absurd_budgets_are_refused(budget):
     struct.pack_into("<IId", message, len(message) - 16, *budget)
     with pytest.raises(WireError, match="a budget of"):
         read_plan(memoryview(message), selects=True)
+
+
+@st.composite
+def choosing_plans(draw) -> NodePlan:
+    """Plans in which some queries have rows that choose."""
+    plan = draw(PLANS)
+    queries = [
+        query._replace(num_rows=rows, num_own=rows * chooses)
+        for query in plan.queries
+        for rows, chooses in [draw(st.tuples(st.integers(1, 5), st.booleans()))]
+    ]
+    choosing = [query.num_own for query in queries if query.num_own]
+    counts = [len(choosing), sum(choosing)]
+    lists = [draw(st.lists(U32, min_size=count, max_size=count)) for count in counts]
+    return plan._replace(queries=queries, positions=lists[0], wanted=lists[1])
+
+
+@examples(100)
+@given(U32, U64, choosing_plans())
+def test_what_rows_choose_follows_in_a_session_with_a_stripe(epoch, number, plan):
+    message = view(pack_plan(epoch, number, plan))
+    assert read_plan(message, selects=True, is_striped=True) == plan
+    short = view(bytes(message)[:-4])
+    assert code_of(lambda part: read_plan(part, is_striped=True), short) is ErrorCode.FORM
+    if plan.positions:
+        assert code_of(read_plan, message) is ErrorCode.FORM
+
+
+STRIPED = replace(
+    REQUEST,
+    layers=REQUEST.layers[:2],
+    group_layers=[[0, 1]],
+    page_tokens=[32],
+    num_places=[16],
+    kv_dtype="int8",
+    prefix_only=True,
+    kv_policy=QUEST,
+    stripe=(1, 3),
+)
+
+
+def test_a_stripe_is_part_of_the_request_where_there_is_one():
+    assert AttachRequest.from_json(as_sent(STRIPED)) == STRIPED
+    assert "stripe" not in as_sent(replace(REQUEST, kv_dtype="int8", kv_policy=QUEST))
+
+
+@pytest.mark.parametrize(
+    "stripe", [5, [], [1], [1, 2, 3], [3, 3], [-1, 3], [0, 0], [0, 65], [0.5, 2], ["0", "2"], {}]
+)
+def test_absurd_stripes_are_refused(stripe):
+    content = as_sent(STRIPED) | {"stripe": stripe}
+    assert code_of(AttachRequest.from_json, content) is ErrorCode.SHAPE
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kv_policy": None},
+        {"prefix_only": False},
+        {"layers": [STRIPED.layers[0], replace(STRIPED.layers[1], window=40)]},
+        {"group_layers": [[0], [1]], "page_tokens": [32] * 2, "num_places": [16] * 2},
+    ],
+)
+def test_stripes_are_of_whole_ranges_in_one_group(changed):
+    assert code_of(AttachRequest.from_json, as_sent(replace(STRIPED, **changed))) is ErrorCode.SHAPE
 
 
 @pytest.mark.parametrize(
