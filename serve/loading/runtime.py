@@ -210,31 +210,24 @@ def _load_cuda(
 
         far = cuda_remote.load_cuda_over_nodes(config, spec, precision, model, device, backend)
         remote = far.remote
-        return Runtime(
-            spec,
-            precision,
-            model,
-            remote.attention,
-            remote.kv,
-            remote,
-            nodes=remote.nodes,
-            runner=far.runner,
-        )
+        made = Runtime(spec, precision, model, remote.attention, remote.kv, remote)
+        made.nodes, made.runner = remote.nodes, far.runner
+        return made
     if config.kv_cache_bytes is not None:
         config = replace(config, kv_cache_bytes=max(1, int(config.kv_cache_bytes * kv_share)))
-    parts = cuda_runtime.load_cuda(config, spec, precision, model, device, kv_share=kv_share)
+    stream = model.weights.stream
+    try:  # the host takes part in steps with a stream, so that they cannot be graphs
+        parts = cuda_runtime.load_cuda(
+            config, spec, precision, model, device, captures=stream is None, kv_share=kv_share
+        )
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
     log_sizes(config, precision, parts.kv)
-    return Runtime(
-        spec,
-        precision,
-        model,
-        parts.attention,
-        parts.kv,
-        parts.memory,
-        parts.secret,
-        runner=parts.runner,
-        selection=parts.selection,
-    )
+    made = Runtime(spec, precision, model, parts.attention, parts.kv, parts.memory, parts.secret)
+    made.runner, made.selection = parts.runner, parts.selection
+    return made
 
 
 def load_local(

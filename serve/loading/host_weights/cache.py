@@ -1,0 +1,171 @@
+"""Builds a model of which a part stays in host memory beside its GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ops import Backend, get_backend
+from serve.config import EngineConfig
+from serve.errors import ConfigError
+from serve.loading.host_weights.link import Link, device_speed, link_speed, open_link
+from serve.loading.host_weights.needs import LayerNotes, needs_of
+from serve.loading.host_weights.placement import (
+    DeviceNeeds,
+    HostPlacement,
+    LinkSpeeds,
+    expected_step_s,
+    place,
+)
+from serve.loading.host_weights.ring import DeviceRing
+from serve.loading.host_weights.source import PlacedTensors
+from serve.loading.precision import Precision, packers
+from serve.loading.streaming.speeds import memory_speed
+from serve.machine import available_memory
+from serve.models import ModelSpec
+from serve.models.checkpoint import Checkpoint
+from serve.models.decoder import DecoderWeights
+from serve.models.layers.blocks import Block, MixtureMlp, SideBySideMlp
+from serve.models.loaded_tensors import LoadedTensors
+from serve.models.tensors import MakeLinear, TensorSource
+from serve.models.weights import joining
+from serve.units import format_memory
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class HostWeights:
+    """A BlockStream of a model of which a part is in host memory. ring: None: no layers come
+    through one; numbers: of each layer in it, None for others."""
+
+    def __init__(
+        self,
+        link: Link,
+        needs: DeviceNeeds,
+        placement: HostPlacement,
+        ring: DeviceRing | None,
+        source: PlacedTensors,
+    ) -> None:
+        self.link, self.needs, self.placement, self.ring = link, needs, placement, ring
+        self.experts_on_cpu = source.experts_on_cpu
+        numbers = {layer: number for number, layer in enumerate(placement.ring_layers)}
+        self._numbers = [numbers.get(layer) for layer in range(len(needs.layers))]
+
+    def blocks(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        for number, block in zip(self._numbers, blocks, strict=True):
+            if number is None or self.ring is None:
+                yield block
+            else:
+                self.ring.enter(number)
+                yield block
+                self.ring.leave(number)
+
+    def close(self) -> None:
+        self.link.close()
+
+
+@dataclass(slots=True)
+class HostWeightsCache:
+    """A TensorCache that keeps nothing, but puts at most `budget` bytes of weights on the device
+    and the rest into host memory. make_linear: packs for the CPU. speeds: None: they are
+    measured."""
+
+    config: EngineConfig
+    spec: ModelSpec
+    precision: Precision
+    budget: int
+    make_linear: MakeLinear
+    device: torch.device
+    speeds: LinkSpeeds | None = None
+
+    def build(
+        self,
+        checkpoint: Checkpoint,
+        loaded: LoadedTensors,
+        settings: str,
+        build: Callable[[TensorSource], T],
+    ) -> T:
+        """Returns a DecoderWeights, whose `stream` is a HostWeights unless all is on the device."""
+        notes = LayerNotes(checkpoint, self.spec.packed)
+        build(notes)
+        needs = needs_of(notes, self.config, self.spec, self.precision)
+        placement = place(needs, self.budget)
+        if placement.is_whole:
+            return build(loaded)
+        self._check(placement)
+        link = open_link(self.device)
+        try:
+            self._announce(needs, placement, link)
+            host = loaded.on(get_backend("cpu"), self.make_linear)
+            source = PlacedTensors(loaded, host, placement, link)
+            weights = build(source)
+            assert isinstance(weights, DecoderWeights)
+            loaded.num_ungrouped = source.num_ungrouped
+            ring = None
+            if source.ring_layers:
+                ring = DeviceRing(source.ring_layers, placement.buffers, link)
+        except BaseException:
+            link.close()
+            raise
+        for layer, experts in source.experts_on_cpu.items():
+            mixture = _mixture_of(weights.blocks[layer])
+            if mixture.latent_in is None:
+                mixture.begin = experts.begin
+        weights.stream = HostWeights(link, needs, placement, ring, source)
+        return weights
+
+    def _check(self, placement: HostPlacement) -> None:
+        if placement.on_cpu and self.precision.weights == "fp8":
+            raise ConfigError(
+                "weight_memory_bytes: CPUs have no products in fp8 for the experts that do not fit"
+                " the device; use dtype int8"
+            )
+        free = available_memory()
+        if placement.host_bytes > free:
+            raise ConfigError(
+                f"weight_memory_bytes: {format_memory(placement.host_bytes)} of weights would be in"
+                f" host memory, of which {format_memory(free)} are free"
+            )
+
+    def _announce(self, needs: DeviceNeeds, placement: HostPlacement, link: Link) -> None:
+        """Says what to expect before anything is loaded."""
+        speeds = self.speeds
+        if speeds is None:
+            speeds = LinkSpeeds(memory_speed(), device_speed(link), link_speed(link))
+        one_s, many_s = (expected_step_s(needs, placement, speeds, rows) for rows in (1, 8))
+        logger.info(
+            "weights: %s of %s on the device; the CPU computes the experts of %d layers (%s/s),"
+            " %d layers are copied in every step (%s/s): at most about %.2f tokens a second for"
+            " one request, %.1f for 8 at once; steps are launched kernel by kernel",
+            format_memory(placement.device_bytes),
+            format_memory(needs.total),
+            len(placement.on_cpu),
+            format_memory(int(speeds.host)),
+            len(placement.ring_layers),
+            format_memory(int(speeds.link)),
+            1 / one_s,
+            8 / many_s,
+        )
+
+
+def host_weights_cache(
+    config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, budget: int
+) -> HostWeightsCache:
+    """Returns the cache of a model whose weights take at most `budget` bytes of the device."""
+    cpu = get_backend("cpu")
+    pack = joining(cpu.pack_linear)
+    if precision.weights != "fp8":  # CPUs have no such products, which the cache refuses
+        pack, _ = packers(config, precision, cpu) or (pack, pack)
+    return HostWeightsCache(config, spec, precision, budget, pack, backend.device)
+
+
+def _mixture_of(block: Block) -> MixtureMlp:
+    mlp = block.mlp.mixture if isinstance(block.mlp, SideBySideMlp) else block.mlp
+    assert isinstance(mlp, MixtureMlp), "a layer with experts"
+    return mlp

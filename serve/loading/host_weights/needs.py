@@ -1,0 +1,113 @@
+"""What each layer of a model takes on a device, noted while the model is built over nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import Any
+
+from ops.backend import NO_FUSION, Fusion
+from quant.formats.base import CheckpointFormat
+from serve.config import EngineConfig
+from serve.loading.footprint import WeightBytes, bytes_of
+from serve.loading.host_weights.placement import DeviceNeeds, LayerNeeds
+from serve.loading.precision import Precision
+from serve.models import ModelSpec, ParameterCounts
+from serve.models.checkpoint import Checkpoint
+from serve.models.families.layer_spec import LayerSpec, MixtureSpec
+from serve.models.parts import Part
+from serve.models.tensors import ExpectedTensors
+
+Noted = tuple[ParameterCounts, ParameterCounts, ParameterCounts]
+
+_MARGIN = 1.02  # for scales of groups and padding
+_CHANNEL_BYTES = 4  # the scale of an output of a quantized product
+_WIDTH = 16  # inputs of quantized products are padded to multiples of it
+
+
+class LayerNotes(ExpectedTensors):
+    """Notes the weights of each layer apart, those of experts as `experts` of ParameterCounts."""
+
+    def __init__(self, checkpoint: Checkpoint, packed: CheckpointFormat | None) -> None:
+        super().__init__(checkpoint, packed, has_superblocks=False)
+        # what was noted when the first layer began and when each ended, and bytes of scales and
+        # padding
+        self.ends: list[Noted] = []
+        self._extra = ParameterCounts()
+
+    @property
+    def noted(self) -> Noted:
+        return replace(self.counts), replace(self.packed_bytes), replace(self._extra)
+
+    def product(
+        self,
+        parts: Sequence[Part],
+        num_in: int,
+        *,
+        has_bias: bool = False,
+        fusion: Fusion = NO_FUSION,
+        scale: float = 1.0,
+        is_head: bool = False,
+    ) -> Any:
+        if not self.ends and is_of_layer(parts, 0):
+            self.ends.append(self.noted)
+        kind = "head" if is_head else "blocks" if parts[0].expert is None else "experts"
+        rows = sum(part.num_taken for part in parts)
+        self._extra.add(kind, rows * (_CHANNEL_BYTES + -num_in % _WIDTH))
+        return super().product(
+            parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
+        )
+
+    def end_layer(self) -> None:
+        self.ends.append(self.noted)
+
+
+def is_of_layer(parts: Sequence[Part], layer: int) -> bool:
+    """Returns whether a product is one of the layer's; others come before the first layer or behind
+    the last one."""
+    return f".{layer}." in f".{parts[0].module}."
+
+
+def needs_of(
+    notes: LayerNotes, config: EngineConfig, spec: ModelSpec, precision: Precision
+) -> DeviceNeeds:
+    """Returns the needs of the model that was noted."""
+
+    def size(noted: Noted) -> WeightBytes:
+        counts, packed, extra = noted
+        found = bytes_of(config, spec, precision, counts, packed)
+        if not precision.is_int8:
+            return found
+        return WeightBytes(
+            found.blocks + extra.blocks,
+            found.experts + extra.experts,
+            found.head + extra.head,
+            found.tables,
+            found.others,
+        )
+
+    layers = []
+    for layer, (before, after) in zip(spec.layers, pairwise(notes.ends), strict=True):
+        counts, packed, extra = map(_difference, after, before)
+        each, share = size((counts, packed, extra)), 0.0
+        mixture = mixture_spec(layer)
+        if mixture is not None:
+            share = mixture.router.top_k / mixture.num_experts
+        layers.append(LayerNeeds(_with_margin(each.blocks), _with_margin(each.experts), share))
+    all_layers = sum(each.products + each.experts for each in layers)
+    return DeviceNeeds(max(0, _with_margin(size(notes.noted).total) - all_layers), tuple(layers))
+
+
+def mixture_spec(layer: LayerSpec) -> MixtureSpec | None:
+    """Returns the mixture of a layer, if it has one."""
+    return layer.mlp if isinstance(layer.mlp, MixtureSpec) else None
+
+
+def _with_margin(num_bytes: float) -> int:
+    return int(num_bytes * _MARGIN)
+
+
+def _difference(after: ParameterCounts, before: ParameterCounts) -> ParameterCounts:
+    names = [each.name for each in fields(after)]
+    return ParameterCounts(**{name: getattr(after, name) - getattr(before, name) for name in names})
