@@ -73,8 +73,7 @@ class HostWeights:
 @dataclass(slots=True)
 class HostWeightsCache:
     """A TensorCache that keeps nothing, but puts at most `budget` bytes of weights on the device
-    and the rest into host memory. make_linear: packs for the CPU. speeds: None: they are
-    measured."""
+    and the rest into host memory. make_linear: packs for the CPU."""
 
     config: EngineConfig
     spec: ModelSpec
@@ -82,7 +81,6 @@ class HostWeightsCache:
     budget: int
     make_linear: MakeLinear
     device: torch.device
-    speeds: LinkSpeeds | None = None
 
     def build(
         self,
@@ -135,9 +133,7 @@ class HostWeightsCache:
 
     def _announce(self, needs: DeviceNeeds, placement: HostPlacement, link: Link) -> None:
         """Says what to expect before anything is loaded."""
-        speeds = self.speeds
-        if speeds is None:
-            speeds = LinkSpeeds(memory_speed(), device_speed(link), link_speed(link))
+        speeds = measure_speeds(link)
         one_s, many_s = (expected_step_s(needs, placement, speeds, rows) for rows in (1, 8))
         logger.info(
             "weights: %s of %s on the device; the CPU computes the experts of %d layers (%s/s),"
@@ -163,6 +159,11 @@ def host_weights_cache(
     if precision.weights != "fp8":  # CPUs have no such products, which the cache refuses
         pack, _ = packers(config, precision, cpu) or (pack, pack)
     return HostWeightsCache(config, spec, precision, budget, pack, backend.device)
+
+
+def measure_speeds(link: Link) -> LinkSpeeds:
+    """Measures for less than a second."""
+    return LinkSpeeds(memory_speed(), device_speed(link), link_speed(link))
 
 
 def _mixture_of(block: Block) -> MixtureMlp:
