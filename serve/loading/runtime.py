@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
     from memory.offload.residency import Residency
     from memory.states.layout import StateLayout
+    from serve.loading.host_weights.cache import HostWeights
     from serve.loading.kvp import Segments
     from serve.loading.streaming.stream import WeightStream
     from serve.runner.step_device import StepDevice
@@ -78,7 +79,7 @@ class Runtime:
     peer_ids: Mapping[str, str] = field(default_factory=dict)  # ids of engines in kv_peers
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None  # which tiles decoded rows read; None: all
-    weight_stream: WeightStream | None = None
+    weight_stream: WeightStream | HostWeights | None = None
     offload: Residency | None = None  # of K/V that is partly on the disk
 
 
@@ -227,6 +228,7 @@ def _load_cuda(
     log_sizes(config, precision, parts.kv)
     made = Runtime(spec, precision, model, parts.attention, parts.kv, parts.memory, parts.secret)
     made.runner, made.selection = parts.runner, parts.selection
+    made.weight_stream = stream  # type: ignore[assignment]
     return made
 
 

@@ -25,6 +25,7 @@ from serve.loading.host_weights.ring import DeviceRing
 from serve.loading.host_weights.source import PlacedTensors
 from serve.loading.precision import Precision, packers
 from serve.loading.streaming.speeds import memory_speed
+from serve.loading.streaming.stats import StreamStats
 from serve.machine import available_memory
 from serve.models import ModelSpec
 from serve.models.checkpoint import Checkpoint
@@ -54,6 +55,7 @@ class HostWeights:
     ) -> None:
         self.link, self.needs, self.placement, self.ring = link, needs, placement, ring
         self.experts_on_cpu = source.experts_on_cpu
+        self._is_closed = False
         numbers = {layer: number for number, layer in enumerate(placement.ring_layers)}
         self._numbers = [numbers.get(layer) for layer in range(len(needs.layers))]
 
@@ -66,8 +68,15 @@ class HostWeights:
                 yield block
                 self.ring.leave(number)
 
+    def stats(self) -> StreamStats:
+        """Returns the device's bytes, and those that were copied to it for steps."""
+        copied = 0 if self.ring is None else self.ring.copied_bytes
+        resident = 0 if self._is_closed else self.placement.device_bytes
+        return StreamStats(resident, copied)
+
     def close(self) -> None:
         self.link.close()
+        self._is_closed = True
 
 
 @dataclass(slots=True)

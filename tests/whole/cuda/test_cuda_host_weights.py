@@ -26,7 +26,7 @@ pytest.importorskip("triton")
 
 
 def stream_of(llm: LLM) -> HostWeights:
-    stream = llm._loaded.core._runner._model.weights.stream
+    stream = llm._loaded.weight_stream
     assert isinstance(stream, HostWeights)
     return stream
 
@@ -65,6 +65,7 @@ def test_experts_on_the_cpu(family, variant):
 def test_weights_that_do_not_fit_leave_by_themselves(monkeypatch, caplog):
     """Without the setting, 75 % of what is free is for weights."""
     path = checkpoint("llama", "four")
+    caplog.set_level("INFO")
     free = int(ring_budget(path, "float32") / 0.75) + 8
     monkeypatch.setattr(footprint, "free_memory", lambda precision: free)
     with cuda_llm("llama", "four", kv_cache_bytes=None) as llm:
@@ -106,4 +107,4 @@ def test_a_real_link_moves_a_layer():
 def test_all_weights_on_the_device_need_no_stream():
     needs = needs_of_model(checkpoint("llama", "four"), "float32")
     with cuda_llm("llama", "four", weight_memory_bytes=2 * needs.total) as llm:
-        assert llm._loaded.core._runner._model.weights.stream is None
+        assert llm._loaded.weight_stream is None
