@@ -228,7 +228,9 @@ def _load_cuda(
     log_sizes(config, precision, parts.kv)
     made = Runtime(spec, precision, model, parts.attention, parts.kv, parts.memory, parts.secret)
     made.runner, made.selection = parts.runner, parts.selection
-    made.weight_stream = stream  # type: ignore[assignment]
+    if stream is not None:
+        made.weight_stream = stream  # type: ignore[assignment]
+        made.memory = ClosedBehind(stream.close, parts.memory)  # for those that run no steps
     return made
 
 

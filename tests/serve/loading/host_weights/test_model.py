@@ -52,8 +52,7 @@ def divergence(one: Tensor, other: Tensor) -> float:
         pytest.param("llama", "four", "int4", marks=LONG),
         pytest.param("llama", "four", "nf4", marks=LONG),
         pytest.param("llama", "four", "bfloat16", marks=LONG),
-        pytest.param("opt", "base", "int8", marks=LONG),
-        pytest.param("deepseek_v3", "long", "int8", marks=LONG),
+        pytest.param("gpt2", "base", "float32", marks=LONG),
     ],
 )
 def test_layers_through_the_ring_give_the_same_bits(family, variant, dtype):
@@ -103,7 +102,7 @@ def test_all_experts_on_the_cpu_give_the_logits_of_the_reference():
         ("qwen3_moe", "long", 1),
         ("deepseek_v3", "long", 2),
         ("gpt_oss", "long", 2),
-        ("gemma4_text", "long", 2),
+        ("gemma4_text", "mixture", 2),
     ],
 )
 def test_experts_on_the_cpu_are_as_close_as_sums_in_another_order(family, variant, num_on_cpu):
@@ -135,8 +134,10 @@ def test_rounded_experts_on_the_cpu_are_close(dtype):
 
 
 @pytest.mark.exhaustive
-def test_experts_on_the_cpu_beside_a_ring():
-    path = checkpoint("qwen2_moe", "shared")
+@pytest.mark.parametrize(("family", "variant"), [("qwen2_moe", "shared"), ("deepseek_v3", "long")])
+def test_experts_on_the_cpu_beside_a_ring(family, variant):
+    """Heads of latents are combined by their addresses and stay where they are."""
+    path = checkpoint(family, variant)
     with late_links() as links:
         want = logits(load_on_device(path, "float32", None))
         model = load_on_device(path, "float32", ring_budget(path, "float32"))
@@ -158,7 +159,7 @@ def test_the_device_takes_no_more_than_the_budget(dtype):
     largest = max(each.products for each in needs.layers)
     assert all(layer.num_bytes <= largest for layer in stream.ring.layers)
     assert stream.ring.buffer_bytes <= 2 * (largest + 256)
-    assert min(layer.num_bytes for layer in stream.ring.layers) > 0.9 * largest
+    assert min(layer.num_bytes for layer in stream.ring.layers) > 0.8 * largest
 
 
 def test_what_cannot_work_is_refused(monkeypatch):
