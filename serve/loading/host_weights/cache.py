@@ -23,7 +23,7 @@ from serve.loading.host_weights.placement import (
 )
 from serve.loading.host_weights.ring import DeviceRing
 from serve.loading.host_weights.source import PlacedTensors
-from serve.loading.precision import Precision, packers
+from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, packers
 from serve.loading.streaming.speeds import memory_speed
 from serve.loading.streaming.stats import StreamStats
 from serve.machine import available_memory
@@ -99,7 +99,9 @@ class HostWeightsCache:
         build: Callable[[TensorSource], T],
     ) -> T:
         """Returns a DecoderWeights, whose `stream` is a HostWeights unless all is on the device."""
-        notes = LayerNotes(checkpoint, self.spec.packed)
+        is_rounded = self.precision.weights in ROUNDED_TO_4_BITS
+        group = self.config.weight_group if is_rounded else None
+        notes = LayerNotes(checkpoint, self.spec.packed, group)
         build(notes)
         needs = needs_of(notes, self.config, self.spec, self.precision)
         placement = place(needs, self.budget)

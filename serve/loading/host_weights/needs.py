@@ -21,16 +21,24 @@ from serve.models.tensors import ExpectedTensors
 
 Noted = tuple[ParameterCounts, ParameterCounts, ParameterCounts]
 
-_MARGIN = 1.02  # for scales of groups and padding
+_MARGIN = 1.02  # for what is not counted
+# of 4-bit products of a checkpoint, whose groups have scales of 32 bits on a device
+_MARGIN_OF_4_BITS = 1.12
 _CHANNEL_BYTES = 4  # the scale of an output of a quantized product
-_WIDTH = 16  # inputs of quantized products are padded to multiples of it
+_WIDTH = 16  # inputs of int8 products are padded to multiples of it
+_WIDTH4, _ROWS4 = 64, 16  # those of 4-bit products, or to groups, and their outputs
+_SCALE_BYTES = 2  # of a group with 4 bits: of 4 bytes, as many are counted as on a CPU
 
 
 class LayerNotes(ExpectedTensors):
     """Notes the weights of each layer apart, those of experts as `experts` of ParameterCounts."""
 
-    def __init__(self, checkpoint: Checkpoint, packed: CheckpointFormat | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, packed: CheckpointFormat | None, group: int | None
+    ) -> None:
+        """group: inputs that share a scale, where products are rounded to 4 bits."""
         super().__init__(checkpoint, packed, has_superblocks=False)
+        self._group = group
         # what was noted when the first layer began and when each ended, and bytes of scales and
         # padding
         self.ends: list[Noted] = []
@@ -54,10 +62,19 @@ class LayerNotes(ExpectedTensors):
             self.ends.append(self.noted)
         kind = "head" if is_head else "blocks" if parts[0].expert is None else "experts"
         rows = sum(part.num_taken for part in parts)
-        self._extra.add(kind, rows * (_CHANNEL_BYTES + -num_in % _WIDTH))
+        self._extra.add(kind, self._extra_bytes(rows, num_in, is_head=is_head))
         return super().product(
             parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
         )
+
+    def _extra_bytes(self, rows: int, num_in: int, *, is_head: bool) -> int:
+        """Returns what a quantized product takes beside the bits of its weights."""
+        if self._group is None or is_head:
+            return rows * (_CHANNEL_BYTES + -num_in % _WIDTH)
+        wide = num_in + -num_in % max(_WIDTH4, self._group)
+        padded = (rows + -rows % _ROWS4) * wide - rows * num_in
+        scales = rows * wide // self._group * _SCALE_BYTES
+        return padded // 2 + padded // self._group * _SCALE_BYTES + scales + rows * _CHANNEL_BYTES
 
     def end_layer(self) -> None:
         self.ends.append(self.noted)
@@ -87,6 +104,8 @@ def needs_of(
             found.others,
         )
 
+    is_4_bits = precision.packed is not None and spec.packed is not None and spec.packed.bits < 8
+    margin = _MARGIN_OF_4_BITS if is_4_bits and precision.is_int8 else _MARGIN
     layers = []
     for layer, (before, after) in zip(spec.layers, pairwise(notes.ends), strict=True):
         counts, packed, extra = map(_difference, after, before)
@@ -94,18 +113,14 @@ def needs_of(
         mixture = mixture_spec(layer)
         if mixture is not None:
             share = mixture.router.top_k / mixture.num_experts
-        layers.append(LayerNeeds(_with_margin(each.blocks), _with_margin(each.experts), share))
+        layers.append(LayerNeeds(int(margin * each.blocks), int(margin * each.experts), share))
     all_layers = sum(each.products + each.experts for each in layers)
-    return DeviceNeeds(max(0, _with_margin(size(notes.noted).total) - all_layers), tuple(layers))
+    return DeviceNeeds(max(0, int(margin * size(notes.noted).total) - all_layers), tuple(layers))
 
 
 def mixture_spec(layer: LayerSpec) -> MixtureSpec | None:
     """Returns the mixture of a layer, if it has one."""
     return layer.mlp if isinstance(layer.mlp, MixtureSpec) else None
-
-
-def _with_margin(num_bytes: float) -> int:
-    return int(num_bytes * _MARGIN)
 
 
 def _difference(after: ParameterCounts, before: ParameterCounts) -> ParameterCounts:

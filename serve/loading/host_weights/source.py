@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
 from ops.linear import SideBySide
+from quant.formats.weights import Reordered
 from serve.loading.host_weights.experts import HostExperts, HostRows
 from serve.loading.host_weights.link import Link
 from serve.loading.host_weights.needs import is_of_layer
@@ -123,9 +124,14 @@ class PlacedTensors:
 
 
 def weights_of(op: LinearOp) -> list[Tensor]:
-    """Returns the weights of a product on a device; its norm stays where it is."""
+    """Returns the weights of a product on a device, which may move; what is small, such as its
+    norm, stays where it is."""
     if isinstance(op, SideBySide):
         return [tensor for each in op.ops for tensor in weights_of(each)]
-    weight: Tensor | NamedTuple = op.weight  # type: ignore[attr-defined]
-    every = (weight, op.bias) if isinstance(weight, Tensor) else weight  # type: ignore[attr-defined]
+    if isinstance(op, Reordered):
+        return weights_of(op.op)
+    weight: Tensor | NamedTuple | None = getattr(op, "weight", None)
+    if weight is None:
+        return []
+    every = (weight, getattr(op, "bias", None)) if isinstance(weight, Tensor) else weight
     return [each for each in every if isinstance(each, Tensor)]

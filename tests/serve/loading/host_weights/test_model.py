@@ -20,6 +20,7 @@ from tests.support.cuda.late_link import (
     needs_of_model,
     ring_budget,
 )
+from tests.support.engine import quantized
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.engine.decoders import load, run, token_ids
 
@@ -66,6 +67,17 @@ def test_layers_through_the_ring_give_the_same_bits(family, variant, dtype):
         assert stream.ring is not None
         assert torch.equal(logits(model), want)
     assert links[-1].num_fetched > len(stream.ring.layers)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("case", ["gptq-order", "awq"])
+def test_quantized_layers_through_the_ring_give_the_same_bits(case, tmp_path):
+    path = quantized.write(tmp_path, *quantized.CASES[case], variant="four")[0]
+    with late_links():
+        want = logits(load_on_device(path, "int8", None))
+        model = load_on_device(path, "int8", ring_budget(path, "int8"))
+        assert len(host_weights(model).placement.ring_layers) == 4
+        assert torch.equal(logits(model), want)
 
 
 def test_a_pass_that_ends_early_leaves_the_ring_usable():
