@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_te
 from serve.models.checkpoint import Checkpoint
 from serve.models.open_checkpoint import has_files, open_checkpoint
 from serve.units import format_memory
+
+if TYPE_CHECKING:
+    from serve.loading.host_weights.needs import PackedSizes
 
 logger = logging.getLogger(__name__)
 
@@ -108,6 +112,18 @@ def bytes_of(
         looked_up * in_file,
         packed.others + counts.others * _OTHER_BYTES,
     )
+
+
+def packed_sizes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> PackedSizes:
+    """Returns how large a model's products become on a device."""
+    from serve.loading.host_weights.needs import PackedSizes  # only some models need it
+
+    def size(counts: ParameterCounts, packed: ParameterCounts) -> tuple[float, float, float]:
+        found = bytes_of(config, spec, precision, counts, packed)
+        return found.blocks, found.experts, found.total - found.blocks - found.experts
+
+    group = config.weight_group if precision.weights in ROUNDED_TO_4_BITS else None
+    return PackedSizes(size, precision.is_int8, group)
 
 
 def free_memory(precision: Precision) -> int:

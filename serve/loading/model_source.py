@@ -21,9 +21,14 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.footprint import about_bytes, check_streaming
+from serve.loading.footprint import about_bytes, check_streaming, packed_sizes
 from serve.loading.node_key import read_key_file
-from serve.loading.precision import Precision, choose_backend, packers, resolve_precision
+from serve.loading.precision import (
+    Precision,
+    choose_backend,
+    packers,
+    resolve_precision,
+)
 from serve.machine import usable_processors
 from serve.models import (
     Decoder,
@@ -311,14 +316,12 @@ def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> De
 
 
 def _tensor_cache(source: ModelSource) -> TensorCache | None:
-    config, spec, precision, backend, *_ = source
+    config, spec, precision, *_ = source
     if source.weight_budget is None:
         is_random = config.load_format == "random"
         return None if is_random else _packed_cache(config, precision, source.peers)
     if precision.backend == "cuda":
-        from serve.loading.host_weights.cache import host_weights_cache  # only such models need it
-
-        return host_weights_cache(config, spec, precision, backend, source.weight_budget)
+        return _host_weights(source, source.weight_budget)
     packed = _packed_cache(config, precision, source.peers)
     from serve.loading.streaming.cache import StreamingCache  # only such models need it
 
@@ -327,6 +330,19 @@ def _tensor_cache(source: ModelSource) -> TensorCache | None:
     if config.packed_cache_bytes is None:  # this model cannot do without its file
         packed.max_bytes = max(packed.max_bytes, about)
     return StreamingCache(packed, source.weight_budget, about)
+
+
+def _host_weights(source: ModelSource, budget: int) -> TensorCache:
+    """Returns what leaves weights in host memory beside a GPU; it is imported only here."""
+    from serve.loading.host_weights.cache import HostWeightsCache
+
+    config, spec, precision, backend, *_ = source
+    cpu, is_fp8 = get_backend("cpu"), precision.weights == "fp8"
+    pack = joining(cpu.pack_linear)
+    if not is_fp8:  # CPUs have no such products, which the cache refuses
+        pack, _ = packers(config, precision, cpu) or (pack, pack)
+    sizes = packed_sizes(config, spec, precision)
+    return HostWeightsCache(spec, sizes, budget, pack, backend.device, is_fp8)
 
 
 def _head_path(config: EngineConfig) -> Path:

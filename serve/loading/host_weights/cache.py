@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import torch
 
-from ops import Backend, get_backend
-from serve.config import EngineConfig
+from ops import get_backend
 from serve.errors import ConfigError
 from serve.loading.host_weights.link import Link, device_speed, link_speed, open_link
-from serve.loading.host_weights.needs import LayerNotes, needs_of
+from serve.loading.host_weights.needs import LayerNotes, PackedSizes, needs_of
 from serve.loading.host_weights.placement import (
     DeviceNeeds,
     HostPlacement,
@@ -23,7 +22,6 @@ from serve.loading.host_weights.placement import (
 )
 from serve.loading.host_weights.ring import DeviceRing
 from serve.loading.host_weights.source import PlacedTensors
-from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, packers
 from serve.loading.streaming.speeds import memory_speed
 from serve.loading.streaming.stats import StreamStats
 from serve.machine import available_memory
@@ -33,7 +31,6 @@ from serve.models.decoder import DecoderWeights
 from serve.models.layers.blocks import Block, MixtureMlp, SideBySideMlp
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.tensors import MakeLinear, TensorSource
-from serve.models.weights import joining
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -82,14 +79,14 @@ class HostWeights:
 @dataclass(slots=True)
 class HostWeightsCache:
     """A TensorCache that keeps nothing, but puts at most `budget` bytes of weights on the device
-    and the rest into host memory. make_linear: packs for the CPU."""
+    and the rest into host memory. make_linear: packs for the CPU. is_fp8: products are in fp8."""
 
-    config: EngineConfig
     spec: ModelSpec
-    precision: Precision
+    sizes: PackedSizes
     budget: int
     make_linear: MakeLinear
     device: torch.device
+    is_fp8: bool
 
     def build(
         self,
@@ -99,11 +96,9 @@ class HostWeightsCache:
         build: Callable[[TensorSource], T],
     ) -> T:
         """Returns a DecoderWeights, whose `stream` is a HostWeights unless all is on the device."""
-        is_rounded = self.precision.weights in ROUNDED_TO_4_BITS
-        group = self.config.weight_group if is_rounded else None
-        notes = LayerNotes(checkpoint, self.spec.packed, group)
+        notes = LayerNotes(checkpoint, self.spec.packed, self.sizes.group)
         build(notes)
-        needs = needs_of(notes, self.config, self.spec, self.precision)
+        needs = needs_of(notes, self.spec, self.sizes)
         placement = place(needs, self.budget)
         if placement.is_whole:
             return build(loaded)
@@ -130,7 +125,7 @@ class HostWeightsCache:
         return weights
 
     def _check(self, placement: HostPlacement) -> None:
-        if placement.on_cpu and self.precision.weights == "fp8":
+        if placement.on_cpu and self.is_fp8:
             raise ConfigError(
                 "weight_memory_bytes: CPUs have no products in fp8 for the experts that do not fit"
                 " the device; use dtype int8"
@@ -159,17 +154,6 @@ class HostWeightsCache:
             1 / one_s,
             8 / many_s,
         )
-
-
-def host_weights_cache(
-    config: EngineConfig, spec: ModelSpec, precision: Precision, backend: Backend, budget: int
-) -> HostWeightsCache:
-    """Returns the cache of a model whose weights take at most `budget` bytes of the device."""
-    cpu = get_backend("cpu")
-    pack = joining(cpu.pack_linear)
-    if precision.weights != "fp8":  # CPUs have no such products, which the cache refuses
-        pack, _ = packers(config, precision, cpu) or (pack, pack)
-    return HostWeightsCache(config, spec, precision, budget, pack, backend.device)
 
 
 def measure_speeds(link: Link) -> LinkSpeeds:

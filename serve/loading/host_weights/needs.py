@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import Any
 
 from ops.backend import NO_FUSION, Fusion
 from quant.formats.base import CheckpointFormat
-from serve.config import EngineConfig
-from serve.loading.footprint import WeightBytes, bytes_of
 from serve.loading.host_weights.placement import DeviceNeeds, LayerNeeds
-from serve.loading.precision import Precision
 from serve.models import ModelSpec, ParameterCounts
 from serve.models.checkpoint import Checkpoint
-from serve.models.families.layer_spec import LayerSpec, MixtureSpec
 from serve.models.parts import Part
 from serve.models.tensors import ExpectedTensors
 
@@ -86,41 +82,40 @@ def is_of_layer(parts: Sequence[Part], layer: int) -> bool:
     return f".{layer}." in f".{parts[0].module}."
 
 
-def needs_of(
-    notes: LayerNotes, config: EngineConfig, spec: ModelSpec, precision: Precision
-) -> DeviceNeeds:
+@dataclass(frozen=True, slots=True)
+class PackedSizes:
+    """How large products become. of: returns the bytes of products of layers, of experts and of
+    the rest for counts, and for bytes of what is kept as a checkpoint has it. is_quantized: whether
+    products have scales; group: inputs that share one, where they are rounded to 4 bits."""
+
+    of: Callable[[ParameterCounts, ParameterCounts], tuple[float, float, float]]
+    is_quantized: bool
+    group: int | None
+
+
+def needs_of(notes: LayerNotes, spec: ModelSpec, sizes: PackedSizes) -> DeviceNeeds:
     """Returns the needs of the model that was noted."""
 
-    def size(noted: Noted) -> WeightBytes:
+    def size(noted: Noted) -> tuple[float, float, float]:
         counts, packed, extra = noted
-        found = bytes_of(config, spec, precision, counts, packed)
-        if not precision.is_int8:
-            return found
-        return WeightBytes(
-            found.blocks + extra.blocks,
-            found.experts + extra.experts,
-            found.head + extra.head,
-            found.tables,
-            found.others,
-        )
+        blocks, experts, rest = sizes.of(counts, packed)
+        if not sizes.is_quantized:
+            return blocks, experts, rest
+        return blocks + extra.blocks, experts + extra.experts, rest + extra.head
 
-    is_4_bits = precision.packed is not None and spec.packed is not None and spec.packed.bits < 8
-    margin = _MARGIN_OF_4_BITS if is_4_bits and precision.is_int8 else _MARGIN
-    layers = []
-    for layer, (before, after) in zip(spec.layers, pairwise(notes.ends), strict=True):
+    is_4_bits = sizes.is_quantized and spec.packed is not None and spec.packed.bits < 8
+    margin = _MARGIN_OF_4_BITS if is_4_bits else _MARGIN
+    layers, mixtures = [], iter(spec.mixtures)
+    for before, after in pairwise(notes.ends):
         counts, packed, extra = map(_difference, after, before)
-        each, share = size((counts, packed, extra)), 0.0
-        mixture = mixture_spec(layer)
-        if mixture is not None:
+        products, experts, _ = size((counts, packed, extra))
+        share = 0.0
+        if experts:
+            mixture = next(mixtures)
             share = mixture.router.top_k / mixture.num_experts
-        layers.append(LayerNeeds(int(margin * each.blocks), int(margin * each.experts), share))
+        layers.append(LayerNeeds(int(margin * products), int(margin * experts), share))
     all_layers = sum(each.products + each.experts for each in layers)
-    return DeviceNeeds(max(0, int(margin * size(notes.noted).total) - all_layers), tuple(layers))
-
-
-def mixture_spec(layer: LayerSpec) -> MixtureSpec | None:
-    """Returns the mixture of a layer, if it has one."""
-    return layer.mlp if isinstance(layer.mlp, MixtureSpec) else None
+    return DeviceNeeds(max(0, int(margin * sum(size(notes.noted))) - all_layers), tuple(layers))
 
 
 def _difference(after: ParameterCounts, before: ParameterCounts) -> ParameterCounts:
