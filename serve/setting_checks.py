@@ -225,11 +225,12 @@ class WeightMemoryOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightMemorySettings:
-    """How much memory weights take (serve.loading.streaming).
+    """How much memory weights take (serve.loading.streaming and serve.loading.host_weights).
 
-    weight_memory_bytes: the most memory of all weights; what does not fit is read from the file of
-        packed weights in every step. None: all weights are in memory, or, where they do not fit
-        into what is free, as many as fit.
+    weight_memory_bytes: the most memory of all weights, of the device's with a GPU; what does not
+        fit is read from the file of packed weights in every step, or is in host memory beside a
+        GPU. None: all weights are in memory, or, where they do not fit into what is free, as many
+        as fit.
     """
 
     weight_memory_bytes: int | None = None

@@ -33,12 +33,12 @@ class Reordered:
     """A product with reordered inputs (GPTQ's order by decreasing activations)."""
 
     def __init__(self, op: LinearOp, order: Tensor) -> None:
-        self._op, self._order = op, order
+        self.op, self._order = op, order
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         if self._order.device != x.device:
             self._order = self._order.to(x.device)
-        return self._op(x.index_select(1, self._order), residual)
+        return self.op(x.index_select(1, self._order), residual)
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from memory.offload.residency import Residency
     from memory.policies.selection import Selection
     from serve.events.publisher import EventPublisher
+    from serve.loading.host_weights.cache import HostWeights
     from serve.loading.streaming.stream import WeightStream
     from serve.weight_peers.peers import WeightPeers
 
@@ -84,7 +85,7 @@ class LoadedEngine:
     peer_ids: Mapping[str, str] = field(default_factory=dict)
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None
-    weight_stream: WeightStream | None = None
+    weight_stream: WeightStream | HostWeights | None = None
     offload: Residency | None = None
     lender: Closable | None = None
     lengths_file: PredictorFile | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -23,6 +24,9 @@ from serve.models import ModelSpec, ParameterCounts, count_parameters, expect_te
 from serve.models.checkpoint import Checkpoint
 from serve.models.open_checkpoint import has_files, open_checkpoint
 from serve.units import format_memory
+
+if TYPE_CHECKING:
+    from serve.loading.host_weights.needs import PackedSizes
 
 logger = logging.getLogger(__name__)
 
@@ -77,15 +81,27 @@ def weight_bytes(
 ) -> WeightBytes:
     """Returns the bytes of all weights. checkpoint: needed for the sizes of quantized weights that
     stay as they are."""
-    plain_bits = 8.0 * precision.compute.itemsize
-    bits = head_bits = _BITS.get(precision.weights, plain_bits)
-    if bits == 4:
-        bits, head_bits = bits + _GROUP_SCALE_BITS / config.weight_group, 8.0
     counts, packed = count_parameters(spec), ParameterCounts()
     if spec.packed is not None and precision.is_int8 and checkpoint is not None:
         has_superblocks = precision.backend == "cpu"
         expected = expect_tensors(spec, checkpoint, has_superblocks=has_superblocks)
         counts, packed = expected.counts, expected.packed_bytes
+    return bytes_of(config, spec, precision, counts, packed)
+
+
+def bytes_of(
+    config: EngineConfig,
+    spec: ModelSpec,
+    precision: Precision,
+    counts: ParameterCounts,
+    packed: ParameterCounts,
+) -> WeightBytes:
+    """Returns the bytes of so many weights of a model. packed: bytes of those that stay as the
+    checkpoint has them, which counts does not have."""
+    plain_bits = 8.0 * precision.compute.itemsize
+    bits = head_bits = _BITS.get(precision.weights, plain_bits)
+    if bits == 4:
+        bits, head_bits = bits + _GROUP_SCALE_BITS / config.weight_group, 8.0
     in_file = 4 if spec.torch_dtype == "float32" else 2
     # a tied table is in memory twice: in the file's type, and packed for the last product
     looked_up = counts.tables + (counts.head if spec.is_tied else 0)
@@ -96,6 +112,18 @@ def weight_bytes(
         looked_up * in_file,
         packed.others + counts.others * _OTHER_BYTES,
     )
+
+
+def packed_sizes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> PackedSizes:
+    """Returns how large a model's products become on a device."""
+    from serve.loading.host_weights.needs import PackedSizes  # only some models need it
+
+    def size(counts: ParameterCounts, packed: ParameterCounts) -> tuple[float, float, float]:
+        found = bytes_of(config, spec, precision, counts, packed)
+        return found.blocks, found.experts, found.total - found.blocks - found.experts
+
+    group = config.weight_group if precision.weights in ROUNDED_TO_4_BITS else None
+    return PackedSizes(size, precision.is_int8, group)
 
 
 def free_memory(precision: Precision) -> int:
@@ -213,10 +241,11 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
         if _refusal(config, precision) is not None or budget < _LEAST_SHARE * about:
             raise
         logger.warning(
-            "the weights (%s) do not fit into memory: %s of them will, the rest is read from the"
-            " disk in every step (weight_memory_bytes); %s",
+            "the weights (%s) do not fit into memory: %s of them will, the rest is %s"
+            " (weight_memory_bytes); %s",
             format_memory(about),
             format_memory(budget),
+            "in host memory" if precision.backend == "cuda" else "read from the disk in every step",
             error,  # it says in which type they would fit
         )
         return budget
@@ -231,17 +260,20 @@ def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> 
 
 def _refusal(config: EngineConfig, precision: Precision) -> str | None:
     """Returns why weights cannot stream, None if they can."""
-    if precision.backend != "cpu" or not native_library.is_available():
-        return "only the native kernels of the cpu back end compute weights from the disk"
+    if precision.backend not in ("cpu", "cuda") or not native_library.is_available():
+        return "only the native kernels, and a GPU beside them, compute weights beyond memory"
     excluded = {
-        "converter": config.converter,
-        "load_format random": config.load_format == "random",
         "tensor_parallel_size and pipeline_parallel_size": config.num_ranks > 1,
         "memory_nodes": bool(config.memory_nodes),
-        "weights_from": bool(config.weights_from),
-        "weights_listen": config.weights_listen is not None,
-        "packed_cache off": config.packed_cache == "off",
     }
+    if precision.backend == "cpu":
+        excluded |= {
+            "converter": config.converter,
+            "load_format random": config.load_format == "random",
+            "weights_from": bool(config.weights_from),
+            "weights_listen": config.weights_listen is not None,
+            "packed_cache off": config.packed_cache == "off",
+        }
     for name, is_set in excluded.items():
         if is_set:
             return f"it cannot be used with {name}"

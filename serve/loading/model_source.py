@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -22,9 +21,14 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.footprint import about_bytes, check_streaming
+from serve.loading.footprint import about_bytes, check_streaming, packed_sizes
 from serve.loading.node_key import read_key_file
-from serve.loading.precision import ROUNDED_TO_4_BITS, Precision, choose_backend, resolve_precision
+from serve.loading.precision import (
+    Precision,
+    choose_backend,
+    packers,
+    resolve_precision,
+)
 from serve.machine import usable_processors
 from serve.models import (
     Decoder,
@@ -42,7 +46,6 @@ from serve.models.open_checkpoint import files_of, has_files, stored_files
 from serve.models.packed_cache.cache import DEFAULT_BYTES, PackedCache, wait_until_kept
 from serve.models.progress import LoadProgress
 from serve.models.shard import WHOLE, Shard
-from serve.models.tensors import MakeLinear
 from serve.models.weights import joining
 from serve.read_ahead import records_folder
 from serve.setting_checks import DRAFT_HEADS
@@ -275,7 +278,7 @@ class Converter:
     ) -> StageModel:
         if precision.compute != self._exported.dtype:
             self._exported = self._module.export(self._config.model_path, precision.compute)
-        make_linear, make_head = _packers(self._config, precision, backend) or (None, None)
+        make_linear, make_head = packers(self._config, precision, backend) or (None, None)
         return self._module.load_converted(
             self._exported,
             backend=backend,
@@ -293,7 +296,7 @@ def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> De
     path = config.model_path
     q_first = bool(config.memory_nodes)  # nodes start as soon as they have q
     is_random = config.load_format == "random"
-    make_linear, make_head = _packers(config, precision, backend) or (None, None)
+    make_linear, make_head = packers(config, precision, backend) or (None, None)
     return load_model(
         path,
         dtype=precision.compute,
@@ -314,9 +317,12 @@ def _load_model(source: ModelSource, progress: LoadProgress, shard: Shard) -> De
 
 def _tensor_cache(source: ModelSource) -> TensorCache | None:
     config, spec, precision, *_ = source
-    packed = _packed_cache(config, precision, source.peers)
     if source.weight_budget is None:
-        return packed
+        is_random = config.load_format == "random"
+        return None if is_random else _packed_cache(config, precision, source.peers)
+    if precision.backend == "cuda":
+        return _host_weights(source, source.weight_budget)
+    packed = _packed_cache(config, precision, source.peers)
     from serve.loading.streaming.cache import StreamingCache  # only such models need it
 
     assert packed is not None, "check_streaming"
@@ -324,6 +330,19 @@ def _tensor_cache(source: ModelSource) -> TensorCache | None:
     if config.packed_cache_bytes is None:  # this model cannot do without its file
         packed.max_bytes = max(packed.max_bytes, about)
     return StreamingCache(packed, source.weight_budget, about)
+
+
+def _host_weights(source: ModelSource, budget: int) -> TensorCache:
+    """Returns what leaves weights in host memory beside a GPU; it is imported only here."""
+    from serve.loading.host_weights.cache import HostWeightsCache
+
+    config, spec, precision, backend, *_ = source
+    cpu, is_fp8 = get_backend("cpu"), precision.weights == "fp8"
+    pack = joining(cpu.pack_linear)
+    if not is_fp8:  # CPUs have no such products, which the cache refuses
+        pack, _ = packers(config, precision, cpu) or (pack, pack)
+    sizes = packed_sizes(config, spec, precision)
+    return HostWeightsCache(spec, sizes, budget, pack, backend.device, is_fp8)
 
 
 def _head_path(config: EngineConfig) -> Path:
@@ -336,7 +355,7 @@ def _add_eagle3(source: ModelSource, model: Decoder) -> None:
 
     config, _, precision, backend, *_ = source
     plain = joining(backend.pack_linear)
-    make_linear, make_head = _packers(config, precision, backend) or (plain, plain)
+    make_linear, make_head = packers(config, precision, backend) or (plain, plain)
     is_int8 = precision.is_int8
 
     def tensors(checkpoint: Checkpoint) -> LoadedTensors:
@@ -377,24 +396,3 @@ def _packed_cache(
     records = records_folder(config.packed_cache) if config.num_ranks == 1 else None
     most = config.packed_cache_bytes or DEFAULT_BYTES
     return PackedCache(settings, folder, most, records=records, has_files=is_kept, peers=peers)
-
-
-def _packers(
-    config: EngineConfig, precision: Precision, backend: Backend
-) -> tuple[MakeLinear, MakeLinear] | None:
-    """Returns what packs products and the last one into 8 bits or fewer; None: they stay plain."""
-    if not precision.is_int8:
-        return None
-    linears = backend.quantized
-    assert linears is not None, "resolve_precision checks this"
-    make_linear: MakeLinear = linears.int8
-    if precision.weights == "fp8":
-        make_linear = linears.fp8
-    elif precision.weights in ROUNDED_TO_4_BITS:
-        make_linear = partial(
-            linears.rounded4,
-            group=config.weight_group,
-            is_nf4=precision.weights == "nf4",
-            is_searched=precision.weights == "int4-searched",
-        )
-    return make_linear, partial(linears.int8, is_head=True)

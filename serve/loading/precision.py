@@ -12,18 +12,20 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
 from memory.attention.seam import AttentionLayer
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout
-from ops import best_backend
+from ops import Backend, best_backend
 from ops.cpu import native_library
 from ops.kv_tiles import MAX_HEAD_DIM
 from quant.kv import MAX_LATENT_DIM
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
+from serve.models.tensors import MakeLinear
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +135,27 @@ def _head_dims(spec: ModelSpec) -> list[int]:
 
 def _some(numbers: list[int]) -> str:
     return " and ".join(map(str, numbers))
+
+
+def packers(
+    config: EngineConfig, precision: Precision, backend: Backend
+) -> tuple[MakeLinear, MakeLinear] | None:
+    """Returns what packs products and the last one into 8 bits or fewer; None: they stay plain."""
+    if not precision.is_int8:
+        return None
+    linears = backend.quantized
+    assert linears is not None, "resolve_precision checks this"
+    make_linear: MakeLinear = linears.int8
+    if precision.weights == "fp8":
+        make_linear = linears.fp8
+    elif precision.weights in ROUNDED_TO_4_BITS:
+        make_linear = partial(
+            linears.rounded4,
+            group=config.weight_group,
+            is_nf4=precision.weights == "nf4",
+            is_searched=precision.weights == "int4-searched",
+        )
+    return make_linear, partial(linears.int8, is_head=True)
 
 
 def choose_backend(config: EngineConfig, spec: ModelSpec) -> str:

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from memory.nodes.node_set import NodeSet
     from memory.offload.residency import Residency
     from memory.states.layout import StateLayout
+    from serve.loading.host_weights.cache import HostWeights
     from serve.loading.kvp import Segments
     from serve.loading.streaming.stream import WeightStream
     from serve.runner.step_device import StepDevice
@@ -78,7 +79,7 @@ class Runtime:
     peer_ids: Mapping[str, str] = field(default_factory=dict)  # ids of engines in kv_peers
     weight_peers: WeightPeers | None = None
     selection: Selection | None = None  # which tiles decoded rows read; None: all
-    weight_stream: WeightStream | None = None
+    weight_stream: WeightStream | HostWeights | None = None
     offload: Residency | None = None  # of K/V that is partly on the disk
 
 
@@ -210,31 +211,27 @@ def _load_cuda(
 
         far = cuda_remote.load_cuda_over_nodes(config, spec, precision, model, device, backend)
         remote = far.remote
-        return Runtime(
-            spec,
-            precision,
-            model,
-            remote.attention,
-            remote.kv,
-            remote,
-            nodes=remote.nodes,
-            runner=far.runner,
-        )
+        made = Runtime(spec, precision, model, remote.attention, remote.kv, remote)
+        made.nodes, made.runner = remote.nodes, far.runner
+        return made
     if config.kv_cache_bytes is not None:
         config = replace(config, kv_cache_bytes=max(1, int(config.kv_cache_bytes * kv_share)))
-    parts = cuda_runtime.load_cuda(config, spec, precision, model, device, kv_share=kv_share)
+    stream = model.weights.stream
+    try:  # the host takes part in steps with a stream, so that they cannot be graphs
+        parts = cuda_runtime.load_cuda(
+            config, spec, precision, model, device, captures=stream is None, kv_share=kv_share
+        )
+    except BaseException:
+        if stream is not None:
+            stream.close()
+        raise
     log_sizes(config, precision, parts.kv)
-    return Runtime(
-        spec,
-        precision,
-        model,
-        parts.attention,
-        parts.kv,
-        parts.memory,
-        parts.secret,
-        runner=parts.runner,
-        selection=parts.selection,
-    )
+    made = Runtime(spec, precision, model, parts.attention, parts.kv, parts.memory, parts.secret)
+    made.runner, made.selection = parts.runner, parts.selection
+    if stream is not None:
+        made.weight_stream = stream  # type: ignore[assignment]
+        made.memory = ClosedBehind(stream.close, parts.memory)  # for those that run no steps
+    return made
 
 
 def load_local(

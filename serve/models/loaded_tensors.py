@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from copy import copy
+from typing import Protocol, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -50,6 +51,14 @@ class LoadedTensors:
         self._weight_dtype = weight_dtype
         self._unpack = unpack
         self._is_transposed = is_transposed
+
+    def on(self, backend: Backend, make_linear: MakeLinear) -> Self:
+        """Returns the same for another back end, without products of the head."""
+        other = copy(self)
+        other.num_ungrouped = 0
+        other.backend, other._linears, other._device = backend, backend.quantized, backend.device
+        other._make = {False: make_linear}
+        return other
 
     def product(
         self,

@@ -106,7 +106,7 @@ def load_model(
         )
         return assembler.decoder(layers)
 
-    if packed_cache is None or is_random:
+    if packed_cache is None:
         weights = build(loaded)
     else:
         part = f"{shard.rank} of {shard.size}, layers {shard.numbers(spec.num_layers)}"

@@ -366,6 +366,8 @@ class CudaRunner:
             logger.exception("the device cannot be waited for any more")
         self._graphs.clear()
         self._launched.clear()
+        if self._model.weights.stream is not None:
+            self._model.weights.stream.close()
         del self._model, self._attention  # views of the reservation must go before it
         if self._memory is not None:
             try:

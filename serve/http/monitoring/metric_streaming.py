@@ -42,9 +42,10 @@ def _moved(sources: MetricSources) -> Sampled:
 
 STREAMING = (
     MetricSpec("gauge", "weights_resident_bytes",
-               "Memory of weights of which the rest is on the disk, with buffers.",
+               "Memory of weights of which the rest is on the disk, or beside a GPU, with buffers.",
                lambda r: _of(r, "resident_bytes")),
-    MetricSpec("counter", "weights_read_bytes", "Bytes of weights read from the disk for steps.",
+    MetricSpec("counter", "weights_read_bytes",
+               "Bytes of weights read from the disk, or copied to a GPU, for steps.",
                lambda r: _of(r, "read_bytes")),
     MetricSpec("counter", "weights_stalled_seconds", "Seconds that steps waited for weights.",
                lambda r: _of(r, "stalled_s")),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -11,27 +10,9 @@ from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.placement import Placement
 from serve.loading.streaming.reader import WeightReader
 from serve.loading.streaming.ring import Ring
+from serve.loading.streaming.stats import StreamStats
 from serve.loading.streaming.units import Piece
 from serve.models.layers.blocks import Block
-
-
-@dataclass(frozen=True, slots=True)
-class StreamStats:
-    """resident_bytes: the memory of all weights here, buffers included. stalled_s: for which
-    steps waited. repeated, failed: pieces that were read again or could not be read. Experts that
-    steps used were in memory (hits), on their way (late) or on the disk (misses); guesses: those
-    that were read ahead for the next layer."""
-
-    resident_bytes: int
-    read_bytes: int
-    stalled_s: float
-    repeated: int
-    failed: int
-    expert_hits: int
-    expert_late: int
-    expert_misses: int
-    expert_guesses: int
-    expert_used_guesses: int
 
 
 class WeightStream:

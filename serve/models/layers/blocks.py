@@ -15,7 +15,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from memory.attention.seam import Attention, Finished, Pending, Rotation
-from ops.backend import Backend, ExpertsOp, LinearOp, Norm, Router
+from ops.backend import Backend, ExpertsOp, LinearOp, Norm, Router, Routing
 from ops.linear import apply_norm
 from ops.sharded import Columns
 from serve.models.families.layer_spec import AttentionSpec, QKNorm, QueryScaling
@@ -185,7 +185,8 @@ class MixtureMlp:
 
     router_norm: the norm of the router's input; None: it reads what the experts read. shared_gate:
     the router with one expert whose weight, a sigmoid, multiplies the shared MLP's result.
-    latent_in, latent_out: products before and behind the experts; None: there are none.
+    latent_in, latent_out: products before and behind the experts; None: there are none. begin:
+    called with the experts' rows before the shared MLP computes, where they are computed elsewhere.
     """
 
     backend: Backend
@@ -197,11 +198,14 @@ class MixtureMlp:
     router_norm: Norm | None = None
     latent_in: LinearOp | None = None
     latent_out: LinearOp | None = None
+    begin: Callable[[Tensor, Routing], None] | None = None
 
     def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         rows = x if self.norm is None else apply_norm(self.backend, x, self.norm)
         read = rows if self.router_norm is None else apply_norm(self.backend, x, self.router_norm)
         routing = self.backend.route(read, self.router)
+        if self.begin is not None:
+            self.begin(rows, routing)
         if residual is rows and self.shared is not None:
             residual = residual.clone()  # the shared MLP may overwrite what the experts read
         if self.shared is not None:

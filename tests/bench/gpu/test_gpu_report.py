@@ -338,7 +338,7 @@ def test_every_section_exists():
 
 SMOKE = ("smoke-linear", "smoke-formats", "smoke-attention", "smoke-sampling", "smoke-states")
 DRY = ("ceilings", *SMOKE, "linear", "attention", "rows", "states", "transformers", "lanes")
-DRY += ("smoke-selection", "selection")
+DRY += ("smoke-selection", "selection", "weights")
 
 
 @pytest.mark.exhaustive

@@ -1,0 +1,137 @@
+"""The source of a model's tensors that puts each where its placement wants it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
+from ops.linear import SideBySide
+from quant.formats.weights import Reordered
+from serve.loading.host_weights.experts import HostExperts, HostRows
+from serve.loading.host_weights.link import Link
+from serve.loading.host_weights.needs import is_of_layer
+from serve.loading.host_weights.placement import HostPlacement
+from serve.loading.host_weights.ring import RingLayer
+from serve.models.loaded_tensors import LoadedTensors
+from serve.models.parts import Part
+
+
+class PlacedTensors:
+    """A TensorSource over one that loads to the device and one that loads for the CPU."""
+
+    def __init__(
+        self, device: LoadedTensors, host: LoadedTensors, placement: HostPlacement, link: Link
+    ) -> None:
+        self._device, self._host = device, host
+        self._placement, self._link = placement, link
+        self._layer = 0
+        self._products: list[LinearOp] = []  # of the layer, unless they are combined with others
+        self._rows = HostRows(link)
+        self.ring_layers: list[RingLayer] = []
+        self.experts_on_cpu: dict[int, HostExperts] = {}
+
+    def product(
+        self,
+        parts: Sequence[Part],
+        num_in: int,
+        *,
+        has_bias: bool = False,
+        fusion: Fusion = NO_FUSION,
+        scale: float = 1.0,
+        is_head: bool = False,
+    ) -> LinearOp:
+        is_expert = parts[0].expert is not None
+        is_on_cpu = is_expert and self._layer in self._placement.on_cpu
+        source = self._host if is_on_cpu else self._device
+        op = source.product(
+            parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
+        )
+        if not is_expert and is_of_layer(parts, self._layer):
+            self._products.append(op)
+        return op
+
+    def vector(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self._device.vector(name, shape, offset=offset, dtype=dtype)
+
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        is_looked_up: bool = True,
+        columns: slice | None = None,
+    ) -> Tensor:
+        return self._device.table(name, shape, is_looked_up=is_looked_up, columns=columns)
+
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
+        return self._device.matrix(part, num_in, stays_plain=stays_plain)
+
+    def pack(self, weight: Tensor) -> LinearOp:
+        op = self._device.pack(weight)
+        self._products.append(op)
+        return op
+
+    def ones(self, size: int) -> Tensor:
+        return self._device.ones(size)
+
+    def experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> ExpertsOp:
+        if self._layer not in self._placement.on_cpu:
+            return self._device.experts(ups, downs, scales_input=scales_input)
+        op = self._host.experts(ups, downs, scales_input=scales_input)
+        made = self.experts_on_cpu[self._layer] = HostExperts(op, len(ups), self._rows)
+        return made
+
+    def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        # their combination has the addresses of the weights, which therefore cannot move
+        combined = {id(op) for op in ops}
+        self._products = [op for op in self._products if id(op) not in combined]
+        return self._device.heads(ops)
+
+    def has(self, name: str) -> bool:
+        return self._device.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._device.shape(name)
+
+    def has_weight(self, name: str) -> bool:
+        return self._device.has_weight(name)
+
+    def end_layer(self) -> None:
+        if not self._placement.is_resident[self._layer]:
+            tensors = [tensor for op in self._products for tensor in weights_of(op)]
+            self.ring_layers.append(RingLayer(tensors, self._link))
+        self._products.clear()
+        self._layer += 1
+        self._device.end_layer()
+
+    @property
+    def num_ungrouped(self) -> int:
+        """The layers whose experts are computed one by one."""
+        return self._device.num_ungrouped + self._host.num_ungrouped
+
+
+def weights_of(op: LinearOp) -> list[Tensor]:
+    """Returns the weights of a product on a device, which may move; what is small, such as its
+    norm, stays where it is."""
+    if isinstance(op, SideBySide):
+        return [tensor for each in op.ops for tensor in weights_of(each)]
+    if isinstance(op, Reordered):
+        return weights_of(op.op)
+    weight: Tensor | NamedTuple | None = getattr(op, "weight", None)
+    if weight is None:
+        return []
+    every = (weight, getattr(op, "bias", None)) if isinstance(weight, Tensor) else weight
+    return [each for each in every if isinstance(each, Tensor)]
