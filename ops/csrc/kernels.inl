@@ -29,6 +29,7 @@ using namespace ms;
 #include "attention_prefill.inl"
 #include "attention_rows.inl"
 #include "attention_call.inl"
+#include "key_weights.inl"
 #include "key_scores.inl"
 #include "kv_bounds.inl"
 #include "attention_select.inl"
