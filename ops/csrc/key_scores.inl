@@ -99,17 +99,10 @@ void add_key_scores(const ScoredRows* scored, int count, size_t tile_bytes, cons
   const int kv_heads = layer.cache.num_kv_heads, per_kv = layer.num_heads / kv_heads;
   const Step step{nullptr, 0, tile_bytes};
   const AttendCall call{step, layer, q, q_stride, nullptr, 0, nullptr, HeadShape(layer.cache), per_kv};
-  ms::Team::get().parallel(count * kv_heads, [&](int task) {
-    const ScoredRows& to = scored[task / kv_heads];
-    const SequenceRows& seq = to.rows;
-    const int kv_head = task % kv_heads, most = tokens_of_a_block(per_kv, seq.kv_len);
-    const size_t at = (static_cast<size_t>(number) * kv_heads + kv_head) * to.stride;
-    for (int row = 0; row < seq.num_rows; row += most) {
-      const int tokens = seq.num_rows - row < most ? seq.num_rows - row : most;
-      ScoreBlock block = block_of(to, at, row, tokens, per_kv, layer.soft_cap);
-      score_block(call, seq, q + (seq.first_row + row) * q_stride + kv_head * per_kv * call.shape.dim, kv_head, block);
-      add_block(block, to.sums + at);
-    }
+  for_each_block(scored, count, layer.num_heads, kv_heads, layer.soft_cap, number,
+                 [&](const ScoredRows& to, int row, int head, ScoreBlock& block) {
+    const float* first = q + (to.rows.first_row + row) * q_stride + head * per_kv * call.shape.dim;
+    score_block(call, to.rows, first, head, block);
   });
 }
 

@@ -19,7 +19,7 @@ constexpr int MAX_SCORED_TOKENS = 16;
 constexpr size_t MOST_KEPT = (size_t{1} << 20) / sizeof(float);
 
 struct ScoreBlock {
-  int rows;
+  int rows, per_kv;
   const float* noise;      // of each key, is added to the scores; or null
   float soft_cap;
   int* length;             // [rows]: the keys that a row sees
@@ -46,7 +46,7 @@ ScoreBlock block_of(const ScoredRows& to, size_t at, int row, int tokens, int pe
   if (memory.size() < need + 16) memory.resize(need + 16);
   float* free = memory.data() + -reinterpret_cast<uintptr_t>(memory.data()) % 64 / 4;
   const auto take = [&](size_t count) { return std::exchange(free, free + count); };
-  ScoreBlock block{rows, to.noise ? to.noise + at : nullptr, soft_cap, nullptr, nullptr, nullptr, nullptr, nullptr,
+  ScoreBlock block{rows, per_kv, to.noise ? to.noise + at : nullptr, soft_cap, nullptr, nullptr, nullptr, nullptr, nullptr,
                    nullptr, nullptr};
   block.kept = take(static_cast<size_t>(stretches_of(keys)) * rows * STRETCH);
   block.total = take(static_cast<size_t>(rows) * 16);
@@ -170,6 +170,25 @@ void add_block(const ScoreBlock& shared, float* sums) {
   if (HAS_32_REGISTERS)
     for (; stretch + 2 <= stretches; stretch += 2) add_kept<2>(block, shares, stretch, tiles, sums);
   for (; stretch < stretches; stretch++) add_kept<1>(block, shares, stretch, tiles, sums);
+}
+
+// Scores blocks of rows, those of a sequence and K/V head in order, and adds their weights. score(rows of a sequence,
+// the block's first of them, K/V head, block): keeps the weights of a block.
+template <class Score>
+void for_each_block(const ScoredRows* scored, int count, int num_heads, int kv_heads, float soft_cap, int number,
+                    const Score& score) {
+  const int per_kv = num_heads / kv_heads;
+  ms::Team::get().parallel(count * kv_heads, [&](int task) {
+    const ScoredRows& to = scored[task / kv_heads];
+    const int head = task % kv_heads, num_rows = to.rows.num_rows, most = tokens_of_a_block(per_kv, to.rows.kv_len);
+    const size_t at = (static_cast<size_t>(number) * kv_heads + head) * to.stride;
+    for (int row = 0; row < num_rows; row += most) {
+      const int tokens = num_rows - row < most ? num_rows - row : most;
+      ScoreBlock block = block_of(to, at, row, tokens, per_kv, soft_cap);
+      score(to, row, head, block);
+      add_block(block, to.sums + at);
+    }
+  });
 }
 
 }  // namespace
