@@ -110,7 +110,7 @@ def measure_prompt(
     heads, dim = _LAYER.num_kv_heads, _LAYER.head_dim
     q = torch.randn(num_rows, _LAYER.num_heads, dim)
     sums = np.zeros((num_layers, heads, -(-context // 16) * 16), dtype=np.float32)
-    plan = attention.plan(AttentionStep(num_rows, [0], [num_rows], [context]))
+    plan = attention.plan(AttentionStep(0, [0], [num_rows], [context]))
 
     def attend() -> None:
         for layer in range(num_layers):
