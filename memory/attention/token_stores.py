@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.attention.kv_layout import KVCache
 from memory.attention.tiled import TiledKVLayout
-from ops.cpu.native_key_scores import KeyScoring, ScorePlan
+from ops.cpu.native_key_scores import KeyScoring, PlainKeyScoring, ScorePlan
 from quant.kv import Int8KVFormat
 
 Floats = npt.NDArray[np.float32]
@@ -92,7 +92,7 @@ class TiledTokens:
         for it in scored:
             base, count = self._base(it.start), it.end - it.first
             plan.add(base, it.first, count, it.kv_len, it.sums, it.noise, it.sharpness)
-        return _TiledScorer(self._ops, plan)
+        return _NativeScorer(self._ops, plan)
 
     def move(self, start: int, kept: Sequence[Kept]) -> None:
         base = self._base(start)
@@ -112,8 +112,8 @@ class TiledTokens:
         ctypes.memmove(self._base(start), taken.ctypes.data, taken.nbytes)
 
 
-class _TiledScorer:
-    def __init__(self, ops: Sequence[KeyScoring], plan: ScorePlan) -> None:
+class _NativeScorer:
+    def __init__(self, ops: Sequence[KeyScoring | PlainKeyScoring], plan: ScorePlan) -> None:
         self._ops, self._plan = ops, plan
 
     def add(self, layer: int, q: Tensor) -> None:
@@ -121,14 +121,39 @@ class _TiledScorer:
 
 
 class PlainTokens:
-    """K/V in floating point, computed with torch: slower than the kernels of int8 K/V."""
+    """K/V in floating point. Torch scores types and heads that the kernels do not have, row by row;
+    torch moves tokens, too."""
 
     def __init__(self, cache: KVCache) -> None:
         self._cache = cache
-        self._layers = [cache.layer(i) for i in range(len(cache.layout.layers))]
+        layout = cache.layout
+        self._layers = [cache.layer(i) for i in range(len(layout.layers))]
+        can_score = PlainKeyScoring.can_score
+        self._ops: list[PlainKeyScoring] = []
+        if all(can_score(layer.head_dim, layout.dtype) for layer in layout.layers):
+            self._ops = [
+                PlainKeyScoring(
+                    offset_bytes=offset * layout.dtype.itemsize,
+                    num_heads=layer.num_heads,
+                    num_kv_heads=layer.num_kv_heads,
+                    head_dim=layer.head_dim,
+                    dtype=layout.dtype,
+                    scale=layer.scale,
+                    soft_cap=layer.soft_cap,
+                )
+                for layer, offset in zip(layout.layers, layout.offsets, strict=True)
+            ]
 
     def scorer(self, scored: Sequence[ScoredRows]) -> KeyScorer:
-        return _PlainScorer(self._cache, self._layers, scored)
+        if not self._ops:
+            return _TorchScorer(self._cache, self._layers, scored)
+        layout, token_bytes = self._cache.layout, self._cache.layout.token_bytes
+        address = self._layers[0].data_ptr() - layout.offsets[0] * layout.dtype.itemsize
+        plan = ScorePlan(token_bytes)
+        for it in scored:
+            base, count = address + it.start * token_bytes, it.end - it.first
+            plan.add(base, it.first, count, it.kv_len, it.sums, it.noise, it.sharpness)
+        return _NativeScorer(self._ops, plan)
 
     def _gathered(self, start: int, layer: int, kept: Kept) -> Tensor:
         """Returns a layer's K/V of the tokens, [tokens, 2, Hk, D]."""
@@ -148,7 +173,7 @@ class PlainTokens:
             cache[start : start + len(tokens)] = tokens
 
 
-class _PlainScorer:
+class _TorchScorer:
     def __init__(
         self, cache: KVCache, layers: Sequence[Tensor], scored: Sequence[ScoredRows]
     ) -> None:

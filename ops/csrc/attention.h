@@ -159,4 +159,12 @@ struct ScoredRows {
   const float* sharpness;  // by which a row's scores are multiplied, [rows]; or null
 };
 
+// A layer's K in bf16 or fp32 in the tokens of a range, [num_kv_heads][head_dim] at offset_bytes of a token.
+struct PlainKeys {
+  size_t offset_bytes;
+  int num_heads, num_kv_heads, head_dim;
+  DType type;
+  float scale, soft_cap;
+};
+
 }  // namespace ms

@@ -275,6 +275,8 @@ struct Kernels {
   // Adds the weights of rows of some sequences; number: the layer's, whose K/V has 8 bits.
   void (*add_key_scores)(const ScoredRows*, int count, size_t tile_bytes, const AttentionLayer&, int number,
                          const float* q, size_t q_stride);
+  void (*add_plain_key_scores)(const ScoredRows*, int count, size_t token_bytes, const PlainKeys&, int number,
+                               const float* q, size_t q_stride);
   // Copies the tokens `kept`, [kv_heads][count], which rise, to the first places of target, perhaps in place.
   void (*gather_kv)(const CacheLayer&, size_t tile_bytes, const uint8_t* source, uint8_t* target, const int32_t* kept,
                     int count);

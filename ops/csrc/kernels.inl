@@ -30,11 +30,13 @@ using namespace ms;
 #include "attention_prefill.inl"
 #include "attention_rows.inl"
 #include "attention_call.inl"
+#include "key_weights.inl"
 #include "key_scores.inl"
 #include "kv_bounds.inl"
 #include "attention_select.inl"
 #include "attention_share.inl"
 #include "attention_plain.inl"
+#include "key_scores_plain.inl"
 #include "attention_plain_prefill.inl"
 #include "attention_latent.inl"
 #include "attention_latent_dot.inl"
@@ -64,7 +66,7 @@ const Kernels* MS_KERNELS() {
                               MS_ISA::append_latent, MS_ISA::attend_latent,
                               MS_ISA::linear_heads, MS_ISA::round_rows, MS_ISA::linear_superblocks,
                               MS_ISA::multiply_f32, MS_ISA::attend_linear, MS_ISA::convolve, MS_ISA::gate_and_norm,
-                              MS_ISA::add_key_scores, MS_ISA::gather_kv,
+                              MS_ISA::add_key_scores, MS_ISA::add_plain_key_scores, MS_ISA::gather_kv,
                               MS_ISA::bound_keys, MS_ISA::attend_selected,
                               MS_ISA::choose_tiles, MS_ISA::attend_chosen,
                               MS_ISA::list_tiles, MS_ISA::count_tiles, MS_ISA::attend_listed};

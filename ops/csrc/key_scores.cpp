@@ -1,4 +1,4 @@
-// Binds what the policies that drop K/V need of int8 tiles. ops/cpu/native_key_scores.py checks the arguments.
+// Binds what the policies that drop K/V need of int8 tiles and of plain K. ops/cpu/native_key_scores.py checks the arguments.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/vector.h>
 
@@ -23,7 +23,7 @@ class ScorePlan {
                     stride, pointer<float>(noise), pointer<float>(sharpness)});
   }
 
-  size_t tile_bytes;
+  size_t tile_bytes;  // of plain K: a token's
   std::vector<ScoredRows> rows;
 };
 
@@ -47,6 +47,22 @@ class KeyScoring {
   AttentionLayer layer_;
 };
 
+class PlainKeyScoring {
+ public:
+  PlainKeyScoring(size_t offset_bytes, int num_heads, int num_kv_heads, int head_dim, int type, float scale,
+                  float soft_cap)
+      : layer_{offset_bytes, num_heads, num_kv_heads, head_dim, static_cast<DType>(type), scale, soft_cap} {}
+
+  void add(const ScorePlan& plan, int number, uintptr_t q, size_t q_stride) const {
+    nb::gil_scoped_release release;
+    kernels().add_plain_key_scores(plan.rows.data(), static_cast<int>(plan.rows.size()), plan.tile_bytes, layer_, number,
+                                   pointer<float>(q), q_stride);
+  }
+
+ private:
+  PlainKeys layer_;
+};
+
 }  // namespace
 
 namespace ms {
@@ -57,6 +73,9 @@ void bind_key_scores(nb::module_& m) {
       .def(nb::init<size_t, int, int, int, int, float, float>())
       .def("add", &KeyScoring::add)
       .def("gather", &KeyScoring::gather);
+  nb::class_<PlainKeyScoring>(m, "PlainKeyScoring")
+      .def(nb::init<size_t, int, int, int, int, float, float>())
+      .def("add", &PlainKeyScoring::add);
 }
 
 }  // namespace ms

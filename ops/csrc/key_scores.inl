@@ -1,84 +1,97 @@
 // What the policies that drop K/V need of int8 tiles: how much weight rows give to each key, and the move of the
 // tokens that stay. Included once per instruction set.
 //
-// A row's weights are those of attention_decode.inl's scores: q in 15 bits, K's integers and scales, base 2. Each
-// row and query head is added after the one before, so that a sum has the same bits however the rows were cut into
-// calls.
+// Scores are products of bytes: q is rounded to 8 bits, as K is, so that q.k is one dot product, half of the work
+// of attention_decode.inl's. key_weights.inl makes weights of them.
 
 namespace MS_ISA {
 namespace {
 
-// Writes the scores of R rows and a stretch's tokens, [R][stride].
+// Rounds a query row to bytes. offsets: [groups], the sums of these times what K's bytes are above its values.
+void round_query8(const float* q, const HeadShape& shape, float scale, Scratch& s, int row) {
+  f32x16 largest = {};
+  for (int d = 0; d < shape.dim; d += 16) largest = max_magnitude(largest, load<f32x16>(q + d));
+  const float top = reduce_magnitude(largest), step = top > 0.0f ? 127.0f / top : 0.0f;
+  int8_t* bytes = s.hi + row * shape.dim;
+  for (int d = 0; d < shape.dim; d += 16) store_i8(bytes + d, to_int_nearest(load<f32x16>(q + d) * step));
+  for (int g = 0; g < shape.num_groups; g++) {
+    int sum = 0;
+    for (int d = 0; d < shape.group; d++) sum += bytes[g * shape.group + d];
+    s.offsets[row * shape.num_groups + g] = 128 * sum;
+  }
+  s.q_scale[row] = top / 127.0f * scale;
+}
+
+// Writes the products of R rows and the keys of TILES tiles from FIRST on, with K's scales applied, to [R][STRETCH].
+template <int R, int FIRST, int TILES>
+MS_INLINE void multiply_bytes(const HeadShape& shape, const Scratch& s, int row, const uint8_t* const* tile,
+                              float* products) {
+  const int8_t* q = s.hi + row * shape.dim;
+  for (int g = 0; g < shape.num_groups; g++) {
+    i32x16 sum[R][TILES];
+    unroll<R>([&](auto r) MS_LAMBDA {
+      unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = splat_i32(-s.offsets[(row + r) * shape.num_groups + g]); });
+    });
+    for (int d = g * shape.group; d < (g + 1) * shape.group; d += 4) {
+      i32x16 k[TILES];
+      unroll<TILES>([&](auto t) MS_LAMBDA { k[t] = load<i32x16>(tile[FIRST + t] + shape.k + d * TILE); });
+      unroll<R>([&](auto r) MS_LAMBDA {
+        const i32x16 one = splat_bytes(q + r * shape.dim + d);
+        unroll<TILES>([&](auto t) MS_LAMBDA { sum[r][t] = dot_u8_i8(sum[r][t], k[t], one); });
+      });
+    }
+    unroll<TILES>([&](auto t) MS_LAMBDA {
+      const f32x16 scale = from_half(reinterpret_cast<const uint16_t*>(tile[FIRST + t] + shape.k_scales) + g * TILE);
+      unroll<R>([&](auto r) MS_LAMBDA {
+        float* to = products + r * STRETCH + (FIRST + t) * TILE;
+        const f32x16 part = to_float(sum[r][t]);
+        store(to, g == 0 ? part * scale : fma(part, scale, load<f32x16>(to)));
+      });
+    });
+  }
+}
+
+// Writes the products of R rows of a block and a stretch of keys.
 template <int R>
-__attribute__((noinline)) void score_stretch(const HeadShape& shape, const Scratch& s, int row, const Stretch& at,
-                                             float soft_cap, size_t stride, float* scores) {
-  f32x16 x[MAX_ROWS][STRETCH_TILES];
+__attribute__((noinline)) void multiply_stretch(const HeadShape& shape, const Scratch& s, int row,
+                                                const uint8_t* const* tile, float* products) {
   constexpr int AT_A_TIME = IS_AVX_VNNI ? 1 : STRETCH_TILES;
   unroll<STRETCH_TILES / AT_A_TIME>([&](auto i) MS_LAMBDA {
-    query_key<R, i * AT_A_TIME, AT_A_TIME>(shape, s, row, at, x);
+    multiply_bytes<R, i * AT_A_TIME, AT_A_TIME>(shape, s, row, tile, products);
   });
-  for (int r = 0; r < R; r++)
-    for (int t = 0; t < STRETCH_TILES; t++) {
-      f32x16 score = x[r][t] * s.q_scale[row + r];
-      if (soft_cap > 0.0f) score = soft_capped(soft_cap, score);
-      store(scores + r * stride + t * TILE, score);
-    }
 }
-using ScoreStretch = void (*)(const HeadShape&, const Scratch&, int, const Stretch&, float, size_t, float*);
-struct ScoreTable { ScoreStretch at[MAX_ROWS]; };
+using MultiplyStretch = void (*)(const HeadShape&, const Scratch&, int, const uint8_t* const*, float*);
+struct MultiplyTable { MultiplyStretch at[MAX_ROWS]; };
 template <size_t... R>
-constexpr ScoreTable score_table(std::index_sequence<R...>) {
-  return {{score_stretch<static_cast<int>(R) + 1>...}};
+constexpr MultiplyTable multiply_table(std::index_sequence<R...>) {
+  return {{multiply_stretch<static_cast<int>(R) + 1>...}};
 }
-constexpr ScoreTable SCORE_STRETCH = score_table(std::make_index_sequence<MAX_ROWS>{});
+constexpr MultiplyTable MULTIPLY_STRETCH = multiply_table(std::make_index_sequence<MAX_ROWS>{});
 
-// Writes the scores of the query heads of one K/V head, [per_kv][stride], for keys [0, length) and what follows
-// them up to the end of the last stretch.
-void score_keys(const AttendCall& call, const SequenceRows& seq, const float* q, int kv_head, int length, size_t stride,
-                float* scores) {
-  const int per_kv = call.per_kv, last_tile = (length - 1) / TILE;
-  Scratch s = scratch_for(per_kv, call.shape.dim, call.shape.num_groups);
-  for (int h = 0; h < per_kv; h++) round_query(q + h * call.shape.dim, call.shape, call.layer.scale * LOG2E, s, h);
-  for (int first = 0; first < length; first += STRETCH) {
-    Stretch at;
-    at.first = first;
+// Keeps the weights of a block's rows; q: those of its first token's query heads.
+void score_block(const AttendCall& call, const SequenceRows& seq, const float* q, int kv_head, ScoreBlock& block) {
+  const int per_kv = call.per_kv, keys = block.length[block.rows - 1], last_tile = (keys - 1) / TILE;
+  Scratch s = scratch_for(block.rows, call.shape.dim, call.shape.num_groups);
+  for (int i = 0; i < block.rows; i++) {
+    const float* row = q + i / per_kv * call.q_stride + i % per_kv * call.shape.dim;
+    round_query8(row, call.shape, call.layer.scale * LOG2E, s, i);
+    set_scale(block, i, s.q_scale[i]);
+  }
+  alignas(64) float products[MAX_ROWS * STRETCH];
+  for (int first = 0; first < keys; first += STRETCH) {
+    const uint8_t* tile[STRETCH_TILES];
     for (int t = 0; t < STRETCH_TILES; t++) {
-      const int tile = first / TILE + t, ahead = tile + STRETCH_TILES;
-      at.tile[t] = call.head_at(seq, tile < last_tile ? tile : last_tile, kv_head);
-      // query_key would prefetch V as well: it gets what is in the cache, and K is prefetched here
-      at.next[t] = reinterpret_cast<const uint8_t*>(s.hi);
+      const int own = first / TILE + t, ahead = own + STRETCH_TILES;
+      tile[t] = call.head_at(seq, own < last_tile ? own : last_tile, kv_head);
       const uint8_t* next = call.head_at(seq, ahead < last_tile ? ahead : last_tile, kv_head);
       for (size_t line = 0; line < call.shape.v; line += 64) prefetch(next + line);
     }
-    for (int row = 0; row < per_kv; row += MAX_ROWS) {
-      const int rows = per_kv - row < MAX_ROWS ? per_kv - row : MAX_ROWS;
-      SCORE_STRETCH.at[rows - 1](call.shape, s, row, at, call.layer.soft_cap, stride, scores + row * stride + first);
+    for (int row = 0; row < block.rows; row += MAX_ROWS) {
+      const int rows = block.rows - row < MAX_ROWS ? block.rows - row : MAX_ROWS;
+      MULTIPLY_STRETCH.at[rows - 1](call.shape, s, row, tile, products);
+      keep_rows(block, row, row + rows, first, products);
     }
   }
-}
-
-// Adds the softmax over scores [0, length) to `sums`. noise: is added to the scores first, or null. sharpness: the
-// scores are multiplied by it. Both arrays may be written and read up to the end of the last tile.
-void add_weights(float* scores, int length, const float* noise, float sharpness, float* sums) {
-  const int tiles = (length + TILE - 1) / TILE;
-  f32x16 top = splat(NOTHING);
-  for (int i = 0; i < tiles * TILE; i += TILE) {
-    f32x16 x = load<f32x16>(scores + i);
-    if (noise) x = x + load<f32x16>(noise + i) * LOG2E;
-    x = select(LANES + i < length, x * sharpness, splat(NOTHING));
-    top = max(top, x);
-    store(scores + i, x);
-  }
-  top = max_all(top);
-  f32x16 total = {};
-  for (int i = 0; i < tiles * TILE; i += TILE) {
-    const f32x16 p = select(LANES + i < length, exp2_neg(load<f32x16>(scores + i) - top), splat(0.0f));
-    total += p;
-    store(scores + i, p);
-  }
-  const float share = 1.0f / reduce_add(total);
-  for (int i = 0; i < tiles * TILE; i += TILE)
-    store(sums + i, load<f32x16>(sums + i) + load<f32x16>(scores + i) * share);
 }
 
 void add_key_scores(const ScoredRows* scored, int count, size_t tile_bytes, const AttentionLayer& layer, int number,
@@ -86,22 +99,10 @@ void add_key_scores(const ScoredRows* scored, int count, size_t tile_bytes, cons
   const int kv_heads = layer.cache.num_kv_heads, per_kv = layer.num_heads / kv_heads;
   const Step step{nullptr, 0, tile_bytes};
   const AttendCall call{step, layer, q, q_stride, nullptr, 0, nullptr, HeadShape(layer.cache), per_kv};
-  ms::Team::get().parallel(count * kv_heads, [&](int task) {
-    static thread_local List<float> memory;
-    const ScoredRows& to = scored[task / kv_heads];
-    const SequenceRows& seq = to.rows;
-    const int kv_head = task % kv_heads;
-    const size_t at = (static_cast<size_t>(number) * kv_heads + kv_head) * to.stride;
-    const size_t stride = (seq.kv_len + STRETCH - 1) / STRETCH * STRETCH;
-    if (memory.size() < stride * per_kv) memory.resize(stride * per_kv);
-    for (int row = 0; row < seq.num_rows; row++) {
-      const int length = seq.first_position + row + 1;
-      const float* rows = q + (seq.first_row + row) * q_stride + kv_head * per_kv * call.shape.dim;
-      score_keys(call, seq, rows, kv_head, length, stride, memory.data());
-      for (int h = 0; h < per_kv; h++)
-        add_weights(memory.data() + h * stride, length, to.noise ? to.noise + at : nullptr,
-                    to.sharpness ? to.sharpness[row] : 1.0f, to.sums + at);
-    }
+  for_each_block(scored, count, layer.num_heads, kv_heads, layer.soft_cap, number,
+                 [&](const ScoredRows& to, int row, int head, ScoreBlock& block) {
+    const float* first = q + (to.rows.first_row + row) * q_stride + head * per_kv * call.shape.dim;
+    score_block(call, to.rows, first, head, block);
   });
 }
 

@@ -291,6 +291,14 @@ MS_INLINE f32x16 max_all(f32x16 v) {
   v = max(v, swap_lanes<2>(v));
   return max(v, swap_lanes<1>(v));
 }
+// Returns whether a lane exceeds x.
+MS_INLINE bool is_any_above(f32x16 v, float x) {
+#if defined(__AVX512F__)
+  return _mm512_cmp_ps_mask((__m512)v, (__m512)splat(x), _CMP_GT_OQ) != 0;
+#else
+  return max_all(v)[0] > x;
+#endif
+}
 // Returns the larger magnitudes. They are compared as integers, in which NaN exceeds any number, so
 // that a NaN is not lost as in max().
 MS_INLINE f32x16 max_magnitude(f32x16 a, f32x16 b) {

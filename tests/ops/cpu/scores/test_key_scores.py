@@ -57,7 +57,14 @@ class Scored:
         self.op.add(plan, 0, q)
 
 
-def expected_sums(scored, q, kv_len, *, cap=0.0, noise=None, sharpness=None):
+def as_bytes(q):
+    """Returns queries as they are multiplied: rounded to 127 steps of the largest number."""
+    top = q.abs().amax(-1, keepdim=True)
+    return (q * (127.0 / top)).round() * (top / 127.0)
+
+
+def expected_sums(scored, q, kv_len, *, cap=0.0, noise=None, sharpness=None, is_exact=False):
+    q = q if is_exact else as_bytes(q)
     sums = torch.zeros(scored.kv_heads, kv_len, dtype=torch.float64)
     group = scored.heads // scored.kv_heads
     k = scored.stored_k().double()
@@ -88,6 +95,8 @@ def test_sums_are_those_of_torch(shape, kv_len, rows, instruction_set):
     scored.add(q, kv_len, sums)
     expected = expected_sums(scored, q, kv_len)
     assert np.abs(sums[:, :kv_len] - expected.numpy()).max() < 2e-3 * rows
+    exact = expected_sums(scored, q, kv_len, is_exact=True)
+    assert np.abs(sums[:, :kv_len] - exact.numpy()).max() < 1e-2 * rows
     assert not sums[:, kv_len:].any()
     assert abs(sums.sum() - rows * shape[0]) < 1e-3 * rows * shape[0]
 
@@ -104,17 +113,33 @@ def test_noise_temperature_and_soft_cap():
     assert np.abs(expected.numpy() - plain.numpy()).max() > 0.05
 
 
-@pytest.mark.parametrize("cut", [(20,), (1,) * 20, (3, 16, 1)])
-def test_the_bits_do_not_depend_on_the_cut(cut):
-    scored = Scored(6, 2, 64, 64, tokens=77)
-    q, whole, parts = torch.randn(20, 6, 64), sums_for(2, 77), sums_for(2, 77)
-    scored.add(q, 77, whole)
+@pytest.mark.parametrize("cut", [(1,) * 45, (3, 16, 1, 25), (31, 14)], ids=len)
+@pytest.mark.parametrize("sharpness", [1.0, 40.0])
+def test_the_bits_do_not_depend_on_the_cut(cut, sharpness, instruction_set):
+    """With sharp rows, some stretches have scores far above those of all earlier ones."""
+    scored = Scored(6, 2, 64, 64, tokens=333)
+    q, whole, parts = torch.randn(45, 6, 64) * sharpness, sums_for(2, 333), sums_for(2, 333)
+    scored.add(q, 333, whole)
     at = 0
     for rows in cut:
-        scored.add(q[at : at + rows], 57 + at + rows, parts)
+        scored.add(q[at : at + rows], 288 + at + rows, parts)
         at += rows
     assert np.array_equal(whole, parts)
-    assert whole.any()
+    assert abs(whole.sum() - 45 * 6) < 1e-2
+    if sharpness == 1.0:
+        expected = expected_sums(scored, q, 333)
+        assert np.abs(whole[:, :333] - expected.numpy()).max() < 2e-3 * 45
+
+
+def test_blocks_of_few_tokens_over_many_keys():
+    """So many keys that a block has fewer tokens than the call."""
+    scored = Scored(8, 1, 32, 32, tokens=9000)
+    q, whole, alone = torch.randn(7, 8, 32), sums_for(1, 9000), sums_for(1, 9000)
+    scored.add(q, 9000, whole)
+    for row in range(7):
+        scored.add(q[row : row + 1], 8994 + row, alone)
+    assert np.array_equal(whole, alone)
+    assert abs(whole.sum() - 56) < 1e-2
 
 
 def test_several_sequences_of_a_step_and_another_layer():
