@@ -93,7 +93,8 @@ def _prompt_memory(
         address = memory.data_ptr() + -memory.data_ptr() % 64
         step = TiledAttentionStep(address, layout.tile_bytes, [0], [context], [context])
         for op in tiled_ops(layout):
-            append(op, step, *torch.randn(2, context, _LAYER.num_kv_heads, _LAYER.head_dim), None)
+            k, v = torch.randn(2, context, _LAYER.num_kv_heads, _LAYER.head_dim)
+            append(op, step, k, v, None)
         return TiledLocalAttention(layout, address), TiledTokens(layout, address), memory
     plain = KVLayout(layers, getattr(torch, kv_dtype))
     memory = torch.randn(context * plain.token_elements).to(plain.dtype)
@@ -122,10 +123,14 @@ def measure_prompt(
         for layer in range(num_layers):
             scorer.add(layer, q)
 
+    def score_each() -> None:
+        for row in range(num_rows):
+            score(row, row + 1)
+
     times = [
         _best_ms(attend, repeat),
         _best_ms(lambda: score(0, num_rows), repeat),
-        _best_ms(lambda: [score(row, row + 1) for row in range(num_rows)], repeat),
+        _best_ms(score_each, repeat),
     ]
     del memory
     return times

@@ -26,14 +26,14 @@ from rich.table import Column, Table
 from bench.common import tables
 from bench.offload.run import Decoding, long_checkpoint
 from bench.offload.trained import offloaded_exercises
-from memory.attention.offloaded import OffloadedAttention
+from memory.attention.early_choices import EarlyChoices
 from memory.offload.residency import Residency
 from memory.policies.setting import OFF
 from serve.sampling_params import SamplingParams
 
 _POLICIES = ("quest:budget=12%", "quest:budget=6%")
 _TURN_STEPS = 3
-_NAMES = {"last token": False, "told": True}
+_NAMES = {"last token": False, "told": True, "faster": None}
 
 
 def compare(
@@ -45,7 +45,7 @@ def compare(
     for number in range(num_turns + 1):
         names = list(_NAMES) if number % 2 else list(reversed(_NAMES))
         for name in names:
-            OffloadedAttention.chooses_early = _NAMES[name]
+            EarlyChoices.always = _NAMES[name]
             before = asdict(units.counts())
             seconds, tokens = turn()
             if number == 0:

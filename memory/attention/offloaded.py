@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from memory.attention.early_choices import EarlyChoices
 from memory.attention.seam import (
     AttentionLayer,
     AttentionStep,
@@ -38,7 +39,6 @@ UNIT_ALIGNMENT = 4096
 """Units begin at multiples of this, in memory and in the file, which is read in such blocks."""
 
 _LINE_BYTES = 64
-_LEAST_FETCHED = 1 / 16  # of what a step reads: below it early choices cost more than they hide
 
 Tiles = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -111,9 +111,6 @@ class OffloadedAttention:
     """Implements PlannedAttention over K/V whose units are resident as far as they are read."""
 
     is_remote = False
-    chooses_early = False
-    """Whether tiles of a layer may be chosen before it begins, by queries that are told. No: with
-    two cores that costs more than it hides (bench/offload/guesses.py)."""
 
     def __init__(
         self,
@@ -136,7 +133,7 @@ class OffloadedAttention:
         self._ops = [op for op in ops if isinstance(op, TiledAttention)]
         assert len(self._ops) == len(ops), "no latents"
         self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
-        self._asked_bytes = self._fetched_before = 0  # since the last plan, and before it
+        self._early = EarlyChoices()
 
     def plan(self, step: AttentionStep) -> OffloadedPlan:
         """Raises KVLostError if the sequences cannot read all of their K/V at once; each alone
@@ -151,8 +148,9 @@ class OffloadedAttention:
                 step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
             )
         native = self._native(step, len(step.starts), num_selecting, budgets)
-        foreseen, pays = None, self._early_choices_pay()
-        if pays and any(num_selecting[: step.num_decodes]):
+        foreseen = None
+        rows = step.num_rows if any(num_selecting[: step.num_decodes]) else []
+        if self._early.begin(rows, self._units.fetched_bytes):
             foreseen = native
             if step.num_decodes < len(step.starts):
                 foreseen = self._native(step, step.num_decodes, num_selecting, budgets)
@@ -160,12 +158,6 @@ class OffloadedAttention:
         return OffloadedPlan(
             self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses
         )
-
-    def _early_choices_pay(self) -> bool:
-        """Returns whether a good part of what was read since the last call was in the file."""
-        asked, fetched = self._asked_bytes, self._units.fetched_bytes
-        new, self._fetched_before, self._asked_bytes = fetched - self._fetched_before, fetched, 0
-        return self.chooses_early and new >= asked * _LEAST_FETCHED
 
     def _native(
         self, step: AttentionStep, count: int, num_selecting: Sequence[int], budgets: Sequence[int]
@@ -211,7 +203,7 @@ class OffloadedAttention:
 
     def note_asked(self, layer: int, num_units: int) -> None:
         """Notes that so many units of a layer are read."""
-        self._asked_bytes += num_units * self._layout.unit_bytes[layer]
+        self._early.asked(num_units * self._layout.unit_bytes[layer])
 
     def note(self, start: int, layer: int, read: Flags) -> None:
         """Notes what was read of a range, for the guess of the next step."""

@@ -109,7 +109,7 @@ class Offloaded:
         self.attention = OffloadedAttention(
             self.layout, bounds, self.units, pool_tiles, selection, max_tiles
         )
-        self.attention.chooses_early = True  # where the steps tell it
+        self.attention._early.always = True  # where the steps tell it
 
 
 def plain(selection: Selection | None) -> tuple[PlannedAttention, object]:
@@ -242,7 +242,7 @@ def test_nothing_is_chosen_early_if_nearly_all_is_in_memory() -> None:
             q, k, v = inputs(1)
             plan.finish(plan.begin(layer, q), k, v, None)
     assert asked == [1, 1, 0, 0, 1], "it depends on the step before"
-    offloaded.attention.chooses_early = False
+    offloaded.attention._early.always = False
     step = AttentionStep(1, [0], [1], [206], [200])
     assert offloaded.attention.plan(step).num_expected() == 0
 

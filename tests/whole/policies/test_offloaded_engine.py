@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from memory.attention.offloaded import OffloadedAttention, OffloadedPlan
+from memory.attention.early_choices import EarlyChoices
+from memory.attention.offloaded import OffloadedPlan
 from memory.offload.residency import Residency
 from memory.offload.scratch_file import Lane, RingLane, ScratchFile
 from memory.offload.unit_states import RESIDENT, STORED
@@ -108,7 +109,7 @@ def test_early_choices_change_no_token(tmp_path, monkeypatch):
         told.append(layer)
         expect(plan, layer, q)
 
-    monkeypatch.setattr(OffloadedAttention, "chooses_early", True)
+    monkeypatch.setattr(EarlyChoices, "always", True)
     monkeypatch.setattr(OffloadedPlan, "expect", noted)
     with offloaded(tmp_path, QUEST, 0.33, prefix_cache=False) as llm:
         assert answers(llm, prompts(), params(24)) == expected(QUEST)
