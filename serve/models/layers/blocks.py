@@ -66,8 +66,8 @@ class AttentionWeights:
         num_kv = kv_heads if spec.is_v_k else 2 * kv_heads
         rotation = None if self.rotation is None else inputs.rotations[self.rotation]
         q, qkv = self.queries(x, inputs)
-        k_at = heads
         ticket = attention.begin(index, q)
+        k_at = heads
         if self.q is not None and self.qkv is not None:
             qkv, k_at = self.qkv(x).view(rows, num_kv, dim), 0
         if qkv is None:
@@ -89,7 +89,8 @@ class AttentionWeights:
         rotation = None if self.rotation is None else inputs.rotations[self.rotation]
         if self.q is None:
             assert self.qkv is not None
-            qkv = self.qkv(x).view(len(x), -1, dim)
+            found = self.qkv(x)
+            qkv = found.view(len(x), found.shape[1] // dim, dim)
             q = qkv[:, :heads]
         else:
             q = self.q(x).view(len(x), heads, dim)
