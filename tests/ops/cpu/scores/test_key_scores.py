@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from memory.policies.eviction import EVICTION_POLICIES
 from ops.cpu import native_library
 from ops.cpu.native_key_scores import KeyScoring, ScorePlan
 from tests.support.memory.int8_kv import Cache
@@ -99,6 +100,26 @@ def test_sums_are_those_of_torch(shape, kv_len, rows, instruction_set):
     assert np.abs(sums[:, :kv_len] - exact.numpy()).max() < 1e-2 * rows
     assert not sums[:, kv_len:].any()
     assert abs(sums.sum() - rows * shape[0]) < 1e-3 * rows * shape[0]
+
+
+def test_the_bytes_of_queries_choose_the_tokens_that_exact_scores_choose():
+    scored = Scored(8, 2, 64, 64, 512)
+    q = 4.0 * torch.randn(32, 8, 64)  # scores are far apart, as in a trained model
+    q[..., :3] *= 4.0  # a few dimensions have much larger numbers than the others
+    sums = sums_for(2, 512)
+    scored.add(q, 512, sums)
+    keep = EVICTION_POLICIES["h2o"].keep
+    exact = keep(expected_sums(scored, q, 512, is_exact=True).float().numpy(), 64)
+
+    def share(found):
+        kept = keep(found, 64)
+        pairs = zip(kept, exact, strict=True)
+        return np.mean([len(np.intersect1d(*pair)) / 64 for pair in pairs])
+
+    step = q.abs().amax(-1, keepdim=True) / 7
+    coarse = (q / step).round() * step
+    of_four_bits = share(expected_sums(scored, coarse, 512, is_exact=True).float().numpy())
+    assert share(sums) > 0.98 > of_four_bits
 
 
 def test_noise_temperature_and_soft_cap():
