@@ -163,6 +163,33 @@ def test_blocks_of_few_tokens_over_many_keys():
     assert abs(whole.sum() - 56) < 1e-2
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
+    scored = Scored(6, 1, 32, 32, 300)
+    q = 1.0 + torch.rand(20, 6, 32)
+    level = sign * 20.0 * torch.arange(300).div(64).floor()[:, None, None]
+    scored.k = (scored.k.clamp(-2.0, 2.0) * 4.0).round() + level
+    scored.k[..., 0] = 127.0  # so that K is stored exactly
+    scored.k *= 0.25
+    q[..., 0] = 0.0
+    scored.cache.fill(scored.k, scored.v)
+    sums = sums_for(1, 300)
+    scored.add(q, 300, sums)
+    expected = expected_sums(scored, q, 300).numpy()
+    assert np.abs(sums[:, :300] - expected).max() < 2e-3 * 20
+
+
+def test_keys_that_no_row_sees_change_no_bit(instruction_set):
+    scored = Scored(6, 1, 32, 32, 48)
+    q = torch.randn(3, 6, 32)
+    alone, beside = sums_for(1, 37), sums_for(1, 37)
+    scored.add(q, 37, alone)
+    scored.k[37:] *= 1e3
+    scored.cache.fill(scored.k, scored.v)
+    scored.add(q, 37, beside)
+    assert np.array_equal(alone, beside)
+
+
 def test_several_sequences_of_a_step_and_another_layer():
     """The sums of the first layer stay as they are."""
     scored = Scored(4, 2, 64, 64, tokens=60, sequences=2)
