@@ -47,6 +47,16 @@ async def _measure(policy: str, num_sequences: int, num_prompt: int) -> Figures:
         seed=0,
     )
     await engine.start()
+    found = None
+    while found is None:
+        found = await _round(engine, num_sequences, num_prompt)
+    await engine.shutdown()
+    return found
+
+
+async def _round(engine: Engine, num_sequences: int, num_prompt: int) -> Figures | None:
+    """Returns None if the engine was so far ahead that sequences had ended before all were seen to
+    decode, as it may be where other programs run."""
     rng = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=_ANSWER, ignore_eos=True)
     began = time.perf_counter()
@@ -68,11 +78,13 @@ async def _measure(policy: str, num_sequences: int, num_prompt: int) -> Figures:
             count += len(delta.token_ids)
             if is_last and count > 4 and not seen:
                 stats = engine.stats()
-                seen.append((stats.pages_in_use, stats.held_tokens))
+                if stats.num_running == num_sequences:
+                    seen.append((stats.pages_in_use, stats.held_tokens))
             last = now
 
     await asyncio.gather(*map(consume, range(num_sequences)))
-    await engine.shutdown()
+    if not seen or not times:
+        return None
     return Figures(max(started.values()), statistics.median(times) * 1e3, *seen[0])
 
 

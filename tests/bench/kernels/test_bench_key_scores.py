@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 from bench.engine import kv_eviction
 from bench.kernels import key_scores
@@ -24,3 +25,21 @@ def test_a_policy_holds_less(monkeypatch):
     assert window.pages < whole.pages
     assert (whole.held, window.held <= 2 * (32 + 12)) == (0, True)
     assert min(whole.step_ms, window.step_ms, window.prompt_s) > 0
+
+
+def test_a_round_whose_sequences_ended_early_is_measured_again(monkeypatch):
+    rounds = []
+    first_round = kv_eviction._round
+
+    async def late(engine, *sizes):
+        rounds.append(engine.stats)
+        if len(rounds) == 1:  # as if all deltas were read behind the last step
+            monkeypatch.setattr(engine, "stats", lambda: SimpleNamespace(num_running=0))
+        found = await first_round(engine, *sizes)
+        monkeypatch.setattr(engine, "stats", rounds[0])
+        return found
+
+    monkeypatch.setattr(kv_eviction, "_ANSWER", 12)
+    monkeypatch.setattr(kv_eviction, "_round", late)
+    found = asyncio.run(kv_eviction._measure("off", 2, 300))
+    assert len(rounds) >= 2 and found.pages > 0

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from memory.policies.eviction import EVICTION_POLICIES
 from ops.cpu import native_library
 from ops.cpu.native_key_scores import KeyScoring, ScorePlan
 from tests.support.memory.int8_kv import Cache
@@ -101,6 +102,26 @@ def test_sums_are_those_of_torch(shape, kv_len, rows, instruction_set):
     assert abs(sums.sum() - rows * shape[0]) < 1e-3 * rows * shape[0]
 
 
+def test_the_bytes_of_queries_choose_the_tokens_that_exact_scores_choose():
+    scored = Scored(8, 2, 64, 64, 512)
+    q = 4.0 * torch.randn(32, 8, 64)  # scores are far apart, as in a trained model
+    q[..., :3] *= 4.0  # a few dimensions have much larger numbers than the others
+    sums = sums_for(2, 512)
+    scored.add(q, 512, sums)
+    keep = EVICTION_POLICIES["h2o"].keep
+    exact = keep(expected_sums(scored, q, 512, is_exact=True).float().numpy(), 64)
+
+    def share(found):
+        kept = keep(found, 64)
+        pairs = zip(kept, exact, strict=True)
+        return np.mean([len(np.intersect1d(*pair)) / 64 for pair in pairs])
+
+    step = q.abs().amax(-1, keepdim=True) / 7
+    coarse = (q / step).round() * step
+    of_four_bits = share(expected_sums(scored, coarse, 512, is_exact=True).float().numpy())
+    assert share(sums) > 0.98 > of_four_bits
+
+
 def test_noise_temperature_and_soft_cap():
     scored = Scored(4, 2, 64, 64, tokens=90, soft_cap=3.0)
     q, sums = torch.randn(5, 4, 64), sums_for(2, 90)
@@ -140,6 +161,33 @@ def test_blocks_of_few_tokens_over_many_keys():
         scored.add(q[row : row + 1], 8994 + row, alone)
     assert np.array_equal(whole, alone)
     assert abs(whole.sum() - 56) < 1e-2
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
+    scored = Scored(6, 1, 32, 32, 300)
+    q = 1.0 + torch.rand(20, 6, 32)
+    level = sign * 20.0 * torch.arange(300).div(64).floor()[:, None, None]
+    scored.k = (scored.k.clamp(-2.0, 2.0) * 4.0).round() + level
+    scored.k[..., 0] = 127.0  # so that K is stored exactly
+    scored.k *= 0.25
+    q[..., 0] = 0.0
+    scored.cache.fill(scored.k, scored.v)
+    sums = sums_for(1, 300)
+    scored.add(q, 300, sums)
+    expected = expected_sums(scored, q, 300).numpy()
+    assert np.abs(sums[:, :300] - expected).max() < 2e-3 * 20
+
+
+def test_keys_that_no_row_sees_change_no_bit(instruction_set):
+    scored = Scored(6, 1, 32, 32, 48)
+    q = torch.randn(3, 6, 32)
+    alone, beside = sums_for(1, 37), sums_for(1, 37)
+    scored.add(q, 37, alone)
+    scored.k[37:] *= 1e3
+    scored.cache.fill(scored.k, scored.v)
+    scored.add(q, 37, beside)
+    assert np.array_equal(alone, beside)
 
 
 def test_several_sequences_of_a_step_and_another_layer():

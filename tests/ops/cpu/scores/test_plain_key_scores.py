@@ -78,6 +78,16 @@ def test_the_bits_do_not_depend_on_the_cut(dtype, sharpness):
     assert whole.any()
 
 
+@pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
+def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
+    store = Store(torch.float32, 4, 2, 64, 300)
+    k = store.tokens._layers[1][:, 0]
+    k += sign * 8.0 * torch.arange(300).div(64).floor()[:, None, None]
+    q, sums = 1.0 + torch.rand(20, 4, 64), store.sums(300)
+    store.add(q, 0, 300, sums)
+    assert np.abs(sums - store.with_torch(q, 0, 300)).max() < 1e-3 * 20
+
+
 def test_noise_temperature_and_soft_cap():
     store = Store(torch.float32, 4, 2, 64, 90, soft_cap=3.0)
     q, sums = torch.randn(5, 4, 64), store.sums(90)
