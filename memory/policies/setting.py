@@ -18,7 +18,7 @@ POLICIES = (*SELECTIONS, *EVICTIONS)
 OFF = "off"
 LEAST_TOKENS = 128  # of a share
 FEWEST_TOKENS = 64  # of a number of tokens
-MAX_CHARS = 64  # of what a request says
+MAX_CHARS = 64  # of the setting
 _EXAMPLE = "such as quest:budget=12% or h2o:budget=1024"
 
 
@@ -55,6 +55,15 @@ class KVPolicy:
         """The budget in words."""
         return f"{self.tokens} tokens" if self.share is None else f"{100 * self.share:g} %"
 
+    @property
+    def setting(self) -> str:
+        """The setting that gives this policy, such as h2o:budget=25%."""
+        if self.share is None:
+            least = ",least=1" if (self.tokens or 0) < FEWEST_TOKENS else ""
+            return f"{self.name}:budget={self.tokens}{least}"
+        least = "" if self.least == LEAST_TOKENS else f",least={self.least}"
+        return f"{self.name}:budget={100 * self.share:.15g}%{least}"
+
     def budget(self, num_tokens: int) -> int:
         """Returns how many tokens of a sequence of num_tokens are read or kept, at least 1; they
         may be more than there are."""
@@ -69,6 +78,8 @@ def parse_kv_policy(text: object) -> KVPolicy | None:
     name."""
     if not isinstance(text, str):
         raise ValueError(f"must be {OFF} or NAME:budget=AMOUNT, not {text!r}")
+    if len(text) > MAX_CHARS:
+        raise ValueError(f"is longer than {MAX_CHARS} characters")
     if text == OFF:
         return None
     name, _, rest = text.partition(":")

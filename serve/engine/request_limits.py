@@ -91,7 +91,7 @@ def _refusal(wanted: KVPolicy, policy: KVPolicy | None) -> str:
     elif policy.selects:
         why, allowed = policy.name, f"{OFF} or {policy.name}:budget=AMOUNT"
     else:
-        why, allowed = policy.name, f"{OFF} or that one, with its budget"
+        why, allowed = policy.setting, f"{OFF} or that one"
     return (
         f"kv_policy {wanted.name} cannot be used by a request here: the server runs with kv_policy"
         f" {why}; a request may say {allowed}"

@@ -221,9 +221,9 @@ def open_offloaded(
         max_tiles=int(sizes.resident_bytes / _ROOM) // max(layout.unit_bytes),
     )
     logger.info(
-        "K/V beyond memory: %s in memory, of which bounds take %s, and a file of %s in %s",
+        "K/V beyond memory: %s in memory%s, and a file of %s in %s",
         format_memory(sizes.resident_bytes + sizes.bounds_bytes),
-        format_memory(sizes.bounds_bytes),
+        f", of which bounds take {format_memory(sizes.bounds_bytes)}" if sizes.bounds_bytes else "",
         format_memory(sizes.pool_bytes),
         folder,
     )

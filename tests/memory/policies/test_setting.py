@@ -80,3 +80,18 @@ def test_anything_else_is_refused(text: object, wrong: str) -> None:
     with pytest.raises(ValueError, match=r"must be|needs|must have|has a") as caught:
         parse_kv_policy(text)
     assert wrong in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "quest:budget=12.5%",
+        "h2o:budget=25%,least=16",
+        "quest:budget=32,least=1",
+        "snapkv:budget=64",
+    ],
+)
+def test_the_setting_of_a_policy_gives_it_again(text: str) -> None:
+    policy = parse_kv_policy(text)
+    assert policy is not None
+    assert policy.setting == text
