@@ -97,6 +97,13 @@ class MappedExperts:
                     raise OSError(ctypes.get_errno(), "madvise")
                 os.posix_fadvise(self._fd, start, size, os.POSIX_FADV_DONTNEED)
 
+    def read(self, experts: Iterable[Expert]) -> None:
+        """Reads the pages that are not in memory."""
+        for name in experts:
+            for address, _, size in self.ranges[name]:
+                for at in range(address, address + size, _PAGE):
+                    ctypes.c_ubyte.from_address(at).value  # noqa: B018  # it is a page fault
+
     def resident_bytes(self, experts: Iterable[Expert]) -> int:
         """Returns how much of these experts is in memory, mapped or not."""
         total = 0
@@ -194,17 +201,23 @@ def read_bytes() -> int:
     return int(next(line for line in lines if line.startswith("read_bytes")).split()[1])
 
 
+def begin_with(mapped: MappedExperts, kept: set[Expert]) -> None:
+    """Brings these experts into memory, whatever was measured before, and drops all others."""
+    away = mapped.ranges.keys() - kept
+    for _ in range(_TRIES):
+        mapped.read(kept)
+        mapped.keep(kept)  # also what was read ahead
+        is_away = mapped.resident_bytes(away) <= _LEFT * mapped.num_bytes(away)
+        if is_away and mapped.resident_bytes(kept) >= (1 - _LEFT) * mapped.num_bytes(kept):
+            return
+    raise SystemExit("the weights do not stay where they should")
+
+
 def limited(
     llama: Llama, mapped: MappedExperts, job: dict[str, Any], memory: Memory
 ) -> dict[str, float]:
     """Measures the sequences with only so many experts in memory."""
-    for _ in range(_TRIES):
-        mapped.keep(memory.kept)
-        away = mapped.ranges.keys() - memory.kept
-        if mapped.resident_bytes(away) <= _LEFT * mapped.num_bytes(away):
-            break
-    else:
-        raise SystemExit("the weights stay in memory")
+    begin_with(mapped, memory.kept)
     dropping = 0.0
 
     def on_use(mixture: int, experts: list[int]) -> None:

@@ -72,8 +72,14 @@ class HostWeights:
         return StreamStats(resident, copied)
 
     def close(self) -> None:
-        self.link.close()
+        """Raises nothing, so that the rest is freed, too, if the device is lost."""
+        if self._is_closed:
+            return
         self._is_closed = True
+        try:
+            self.link.close()
+        except Exception:
+            logger.exception("copies of weights to the device cannot be waited for")
 
 
 @dataclass(slots=True)

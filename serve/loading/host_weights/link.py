@@ -111,11 +111,13 @@ class CudaLink:
         return wait
 
     def close(self) -> None:
-        self._stream.synchronize()
         runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for memory in self._registered:
-            runtime.cudaHostUnregister(memory.data_ptr())
-        self._registered.clear()
+        try:
+            self._stream.synchronize()
+        finally:
+            for memory in self._registered:
+                runtime.cudaHostUnregister(memory.data_ptr())
+            self._registered.clear()
 
 
 def open_link(device: torch.device) -> Link:

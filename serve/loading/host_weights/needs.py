@@ -35,10 +35,11 @@ class LayerNotes(ExpectedTensors):
         """group: inputs that share a scale, where products are rounded to 4 bits."""
         super().__init__(checkpoint, packed, has_superblocks=False)
         self._group = group
-        # what was noted when the first layer began and when each ended, and bytes of scales and
-        # padding
+        # what was noted of products that can leave the device, when the first layer began and when
+        # each ended
         self.ends: list[Noted] = []
-        self._extra = ParameterCounts()
+        self._extra = ParameterCounts()  # bytes of scales and padding
+        self._of_heads = ParameterCounts(), ParameterCounts()  # which are in counts, packed_bytes
 
     @property
     def noted(self) -> Noted:
@@ -55,7 +56,7 @@ class LayerNotes(ExpectedTensors):
         is_head: bool = False,
     ) -> Any:
         if not self.ends and is_of_layer(parts, 0):
-            self.ends.append(self.noted)
+            self.ends.append(self._leaving)
         kind = "head" if is_head else "blocks" if parts[0].expert is None else "experts"
         rows = sum(part.num_taken for part in parts)
         self._extra.add(kind, self._extra_bytes(rows, num_in, is_head=is_head))
@@ -72,8 +73,24 @@ class LayerNotes(ExpectedTensors):
         scales = rows * wide // self._group * _SCALE_BYTES
         return padded // 2 + padded // self._group * _SCALE_BYTES + scales + rows * _CHANNEL_BYTES
 
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Any:
+        """What is not plain becomes the products of latents' heads, which stay on the device."""
+        counts, packed = replace(self.counts), replace(self.packed_bytes)
+        found = super().matrix(part, num_in, stays_plain=stays_plain)
+        if not stays_plain:
+            self._of_heads[0].blocks += self.counts.blocks - counts.blocks
+            self._of_heads[1].blocks += self.packed_bytes.blocks - packed.blocks
+        return found
+
+    @property
+    def _leaving(self) -> Noted:
+        counts, packed, extra = self.noted
+        counts.blocks -= self._of_heads[0].blocks
+        packed.blocks -= self._of_heads[1].blocks
+        return counts, packed, extra
+
     def end_layer(self) -> None:
-        self.ends.append(self.noted)
+        self.ends.append(self._leaving)
 
 
 def is_of_layer(parts: Sequence[Part], layer: int) -> bool:

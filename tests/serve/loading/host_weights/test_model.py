@@ -189,3 +189,30 @@ def test_experts_in_fp8_are_refused():
     budget = needs_of_model(path, "fp8").total - 1
     with pytest.raises(ConfigError, match="CPUs have no products in fp8"):
         load_on_device(path, "fp8", budget)
+
+
+@pytest.mark.parametrize(("family", "variant"), [("llama", "four"), ("deepseek_v3", "long")])
+def test_what_leaves_the_device_is_what_the_placement_counts(family, variant):
+    """Products of latents' heads stay, so they are no part of what a layer can give away."""
+    path = checkpoint(family, variant)
+    needs = needs_of_model(path, "float32")
+    with late_links():
+        stream = host_weights(load_on_device(path, "float32", ring_budget(path, "float32")))
+    assert stream.ring is not None
+    for number, layer in zip(stream.placement.ring_layers, stream.ring.layers, strict=True):
+        assert 0.95 < layer.num_bytes / needs.layers[number].products <= 1.0
+
+
+def test_a_lost_device_does_not_keep_the_rest_from_being_freed(caplog):
+    path = checkpoint("llama", "four")
+    with late_links() as links:
+        stream = host_weights(load_on_device(path, "float32", ring_budget(path, "float32")))
+
+    def lost():
+        raise RuntimeError("an illegal access")
+
+    links[-1].close = lost
+    stream.close()
+    stream.close()
+    assert caplog.text.count("cannot be waited for") == 1
+    assert stream.stats().resident_bytes == 0
