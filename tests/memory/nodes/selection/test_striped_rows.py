@@ -84,6 +84,24 @@ def test_tiles_of_equal_scores_are_the_newest_ones():
     rig.close()
 
 
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_a_row_chooses_tiles_that_rows_of_its_prompt_complete_in_the_same_step(names):
+    """As when a sequence is computed again that had one token, or whose chunk ends there."""
+    layers = layers_of(1)
+    local, rig = Local(layers, "int8", QUEST), rig_of(layers, names)
+    item = rig.kv.open(700)
+    generator = torch.Generator().manual_seed(1)
+    length, found, expected = 0, [], []
+    for num_rows, prompt in ((200, 330), (131, 330), (3, 333), (2, 335), (8, 342), (1, 342)):
+        length += num_rows
+        sizes = (8, 4, 4)
+        inputs = [[torch.randn(num_rows, heads, 32, generator=generator) for heads in sizes]]
+        found += rig.step([(item, num_rows, length)], inputs, [prompt])
+        expected += local.step([(0, num_rows, length)], inputs, [prompt])
+    assert distance(found, expected) < CLOSE["int8"]
+    rig.close()
+
+
 @pytest.mark.parametrize("share", [1.0, 0.25])
 def test_rows_that_may_read_everything_have_the_bits_of_no_policy(share):
     layers = layers_of(2)
