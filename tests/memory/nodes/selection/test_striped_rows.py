@@ -3,7 +3,6 @@ sequence (memory_partition sequence): they read what local attention reads, and 
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -27,7 +26,7 @@ from tests.memory.nodes.selection.test_selected_rows import (
     results,
 )
 from tests.memory.nodes.test_own_rows import Local
-from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness, bytes_of
+from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
 
 pytestmark = pytest.mark.skipif(
@@ -239,12 +238,6 @@ def attached(node, request=STRIPED):
     return engine
 
 
-def choose(engine, number, counts, layer=0, rows=None):
-    counts = torch.tensor(counts, dtype=torch.int32)
-    rows = len(counts) if rows is None else rows
-    engine._rows(Kind.CHOICE, number, layer, bytes_of(counts), rows, None)
-
-
 def listed(engine, number, layer=0):
     engine.query(number, layer, Q)
     header, _ = engine.receive()
@@ -256,7 +249,7 @@ def test_a_row_is_answered_after_its_choice(node):
     number = engine.plan(**CHOOSING)
     for layer, count in ((0, 1), (1, 0)):
         listed(engine, number, layer)
-        choose(engine, number, [[count, count]], layer)
+        engine.choice(number, [[count, count]], layer)
         _, lse = engine.partial(layer)
         assert bool((lse > -torch.inf).all()) == (count > 0), "without its own tile"
     engine.close()
@@ -270,19 +263,19 @@ def chosen(counts, **more):
     def act(engine):
         number = engine.plan(**CHOOSING)
         listed(engine, number)
-        choose(engine, number, counts, **more)
+        engine.choice(number, counts, **more)
 
     return act
 
 
 def unlisted(engine):
-    choose(engine, engine.plan(**CHOOSING), [[1, 1]])
+    engine.choice(engine.plan(**CHOOSING), [[1, 1]])
 
 
 def chosen_twice(engine):
     chosen([[1, 1]])(engine)
     engine.partial(0)
-    choose(engine, engine.num_plans, [[1, 1]])
+    engine.choice(engine.num_plans, [[1, 1]])
 
 
 def before_own(engine):
@@ -290,7 +283,7 @@ def before_own(engine):
     plan = {"queries": [(0, 1, 33, 1)], "positions": [80], "wanted": [1]}
     number = engine.plan(appends=[(0, 1, 32)], **plan)
     listed(engine, number)
-    choose(engine, number, [[1, 1]])
+    engine.choice(number, [[1, 1]])
 
 
 def own_twice(engine):
@@ -365,7 +358,7 @@ def test_a_node_of_an_earlier_version_is_refused(monkeypatch):
 
 def test_a_node_without_stripes_takes_no_choice(node):
     engine = attached(node, replace(STRIPED, prefix_only=False, stripe=None))
-    choose(engine, engine.plan(queries=[(0, 1, 40)], prompt_lens=[3]), [[1, 1]])
+    engine.choice(engine.plan(queries=[(0, 1, 40)], prompt_lens=[3]), [[1, 1]])
     assert engine.error() is FORM
 
 
@@ -378,29 +371,7 @@ def test_layers_of_abandoned_plans_take_no_memory(node):
         listed(engine, numbers[-1])
     [connection] = node._connections
     assert len(connection.session._layers_begun) == 2
-    choose(engine, numbers[-2], [[1, 1]])
+    engine.choice(numbers[-2], [[1, 1]])
     engine.partial(0)
-    choose(engine, numbers[-3], [[1, 1]])
+    engine.choice(numbers[-3], [[1, 1]])
     assert engine.error() is STALE
-
-
-def test_random_choices_end_no_node(node):
-    rng = random.Random(3)
-    for seed in range(20):
-        engine = attached(node, replace(STRIPED, engine=f"random {seed}"))
-        for _ in range(10):
-            length = rng.randrange(1, 250)
-            keys = Shard("sequence", 1, 2).num_tokens(length)
-            rows = min(length, rng.choice([1, 1, 3]))
-            number = engine.plan(
-                queries=[(0, rows, keys, rows)],
-                positions=[length - rows],
-                wanted=[rng.choice([0, 1, 5, 2**32 - 1]) for _ in range(rows)],
-            )
-            engine.query(number, 0, torch.randn(rows, 4, 32))
-            header, _ = engine.receive()
-            assert header.kind is Kind.TILES
-            if rng.random() < 0.9:
-                choose(engine, number, [[0, 0]] * rows)
-                engine.partial(0)
-        engine.close()
