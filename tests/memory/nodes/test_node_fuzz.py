@@ -53,7 +53,8 @@ class Fuzzer:
 
     def edit(self):
         kind = self.rng.choice([MAP, MAP, MAP, COPY, RELEASE, UNMAP])
-        part = self.number(6, 6)
+        most = self.engine.request.num_ranges * len(self.engine.request.num_places)
+        part = self.number(most, most)
         slots = 8 if part < 3 else 4
         slot = self.number(slots, slots)
         count = self.number(4, slots) + (self.rng.random() < 0.95)

@@ -13,7 +13,7 @@ from memory.nodes.attach import AttachRequest
 from memory.nodes.errors import NoNodeError
 from memory.nodes.placement import Shard, choosing_parts, choosing_row
 from memory.nodes.split_plan import ChoosingRows
-from memory.nodes.wire import ErrorCode, Kind
+from memory.nodes.wire import ErrorCode, Kind, pack_json
 from memory.policies.setting import KVPolicy
 from ops.cpu import native_library
 from quant.kv import TILE_TOKENS
@@ -28,6 +28,7 @@ from tests.memory.nodes.selection.test_selected_rows import (
 from tests.memory.nodes.test_own_rows import Local
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
+from transport.direct import direct_pair
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
@@ -360,6 +361,16 @@ def test_a_node_without_stripes_takes_no_choice(node):
     engine = attached(node, replace(STRIPED, prefix_only=False, stripe=None))
     engine.choice(engine.plan(queries=[(0, 1, 40)], prompt_lens=[3]), [[1, 1]])
     assert engine.error() is FORM
+
+
+def test_lists_that_fit_into_no_message_are_refused(node):
+    """Many slots may have the same page, so little memory makes long sequences."""
+    ours, theirs = direct_pair()
+    theirs.max_message_bytes = 1 << 20
+    node.adopt(theirs)
+    engine = RawEngine(ours, replace(STRIPED, num_places=[1 << 20]))
+    engine.send(pack_json(Kind.ATTACH, 1, engine.request.to_json()))
+    assert engine.error() is SHAPE
 
 
 def test_layers_of_abandoned_plans_take_no_memory(node):
