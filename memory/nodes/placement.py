@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from memory.attention.seam import AttentionLayer
 from memory.nodes.attach import STRIPE_TOKENS
+from memory.nodes.wire import HEADER_BYTES
 from memory.pages.layer_groups import LayerGroup
 
 PARTITIONS = ("auto", "head", "request", "sequence")
@@ -149,7 +150,7 @@ def largest_lists(layers: Sequence[AttentionLayer], num_tiles: int, max_rows: in
     heads = max(layer.num_kv_heads for layer in layers)
     of_row = heads * num_tiles
     listed = max(of_row, min(MAX_LISTED, of_row * max_rows))
-    return 4 * (listed + listed // 32 + heads * max_rows)
+    return HEADER_BYTES + 4 * (listed + listed // 32 + heads * max_rows)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ Nodes attend over the prefix, the engine with the step's rows over each other. W
 rows choose among the tiles of all nodes (ops/cpu/native_tile_lists.py): nodes list their tiles, the
 engine tells each how many of its best ones are chosen, and nodes attend to these and to the rows'
 own tiles, whose keys they all have. So each row reads the tiles that it would read in local memory.
-The lists are made while k and v are projected, but where several rows of a sequence choose: these
-may choose tiles that the step itself completes.
+The lists are made while k and v are projected, unless the step itself completes tiles that its rows
+may choose: then they are made when k and v are there.
 """
 
 from __future__ import annotations

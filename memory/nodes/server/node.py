@@ -29,7 +29,7 @@ from memory.nodes.attach import (
 from memory.nodes.server.connection import ArrivingEndpoint, Connection, NodeStats
 from memory.nodes.server.node_lane import open_loop
 from memory.nodes.server.node_loop import NodeLoop, post_error
-from memory.nodes.server.striped_session import open_session
+from memory.nodes.server.striped_session import check_lists, open_session
 from memory.nodes.wire import ErrorCode, Kind, WireError, pack_json, read_header, read_json
 from memory.pages.linux_vmm import LinuxMemory
 from memory.pages.virtual_memory import VirtualMemory
@@ -247,6 +247,8 @@ class MemoryNode:
         finally:
             endpoint.release(frame)
         connection.epoch = request.epoch
+        if request.stripe is not None:
+            check_lists(request, endpoint.max_message_bytes)
         granted = self._grant(connection, request)
         if granted is None:
             return False

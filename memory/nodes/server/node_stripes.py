@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memory.nodes.attach import STRIPE_TOKENS
 from memory.nodes.placement import Shard, choosing_parts, choosing_row
 from memory.nodes.server.node_attention import TiledNodeAttention
 from memory.nodes.wire import Append, NodePlan
@@ -49,15 +50,16 @@ class StripedQueries:
         self._own = group.plan_appends(own) if own else None
         self._rest = group.plan_queries(rest) if rest else None
         self.num_rows = sum([query.num_own for query in choosing])
-        self.is_late = any(query.num_rows > 1 for query in choosing)
-        """Whether rows may choose tiles that others of this step complete, so that k and v have to
-        be written first."""
         firsts = zip(choosing, plan.positions, strict=True)
         self._ranges, positions = [], list[int]()
         for query, first in firsts:
             self._ranges += [query.range] * query.num_rows
             positions += range(first, first + query.num_rows)
         self._rows = [choosing_row(shard, position) for position in positions]
+        num_tiles = {i: row.num_tiles for i, row in zip(self._ranges, self._rows, strict=True)}
+        self.is_late = any(a.position < num_tiles[a.range] * STRIPE_TOKENS for a in own)
+        """Whether rows may choose tiles that this step completes, with their own keys or with those
+        of rows before them that do not choose, so that k and v have to be written first."""
         layers = zip(group.layout.layers, group.layout.bounds, strict=True)
         heads = [layer.num_kv_heads for layer, bounds in layers if bounds is not None]
         cut = choosing_parts(positions, max(heads, default=1))

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from memory.nodes.attach import AttachRequest
-from memory.nodes.placement import Shard
+from memory.nodes.attach import STRIPE_TOKENS, AttachRequest
+from memory.nodes.placement import Shard, largest_lists
 from memory.nodes.server.node_attention import TiledNodeAttention
 from memory.nodes.server.node_session import Answer, NodeSession, PlannedRows
 from memory.nodes.server.node_stripes import StripedQueries
@@ -219,6 +219,14 @@ class StripedSession(NodeSession):
         queries = plan.queries[group]
         assert isinstance(queries, StripedQueries), "a plan with queries"
         return queries, index
+
+
+def check_lists(request: AttachRequest, most: int) -> None:
+    """Raises WireError if lists of tiles may be longer than messages of this node, so that it makes
+    none that it cannot send."""
+    num_tiles = request.num_places[0] * request.page_tokens[0] // STRIPE_TOKENS
+    if (largest := largest_lists(request.layers, num_tiles, request.max_rows)) > most:
+        raise WireError(ErrorCode.SHAPE, f"lists of {largest} bytes, messages have {most} at most")
 
 
 def open_session(

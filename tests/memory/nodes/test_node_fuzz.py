@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from memory.attention.tiled import TILED_TYPES
+from memory.nodes.placement import Shard, choosing_row
 from memory.nodes.wire import HEADER_BYTES, EditKind, Header, Kind
 from memory.policies.setting import KVPolicy
+from tests.memory.nodes.selection.test_striped_rows import STRIPED
 from tests.support.engine.raw_engine import REQUEST, RawEngine, Witness
 
 MAP, UNMAP, COPY, RELEASE = EditKind
@@ -29,20 +31,19 @@ class Fuzzer:
 
     def __init__(self, seed, node, kv_dtype):
         self.rng = random.Random(seed)
-        prefix_only = self.rng.random() < 0.5
-        self.selects = kv_dtype in TILED_TYPES and not prefix_only and self.rng.random() < 0.5
-        request = replace(
-            REQUEST,
-            engine=f"fuzz {seed} {kv_dtype}",
-            kv_dtype=kv_dtype,
-            prefix_only=prefix_only,
-            kv_policy=KVPolicy("quest", share=0.25) if self.selects else None,
-        )
+        request = replace(self.request(kv_dtype), engine=f"{seed} {kv_dtype}", kv_dtype=kv_dtype)
         self.engine = RawEngine.beside(node, request)
         self.engine.attach()
         self.plans = []  # (number, rows of q, rows of k)
         self.sent = set()
         self.engine.map_ranges(4)
+
+    def request(self, kv_dtype):
+        """Returns what the engine asks for."""
+        prefix_only = self.rng.random() < 0.5
+        self.selects = kv_dtype in TILED_TYPES and not prefix_only and self.rng.random() < 0.5
+        policy = KVPolicy("quest", share=0.25) if self.selects else None
+        return replace(REQUEST, prefix_only=prefix_only, kv_policy=policy)
 
     def number(self, usual, most):
         """Draws a number that is mostly below `usual` and sometimes at a limit."""
@@ -52,7 +53,8 @@ class Fuzzer:
 
     def edit(self):
         kind = self.rng.choice([MAP, MAP, MAP, COPY, RELEASE, UNMAP])
-        part = self.number(6, 6)
+        most = self.engine.request.num_ranges * len(self.engine.request.num_places)
+        part = self.number(most, most)
         slots = 8 if part < 3 else 4
         slot = self.number(slots, slots)
         count = self.number(4, slots) + (self.rng.random() < 0.95)
@@ -150,16 +152,81 @@ class Fuzzer:
         return found
 
 
-@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-def test_random_messages(node, kv_dtype):
+class StripedFuzzer(Fuzzer):
+    """Of a session with a stripe: rows that choose, k and v of their sequences, and choices."""
+
+    def request(self, kv_dtype):
+        count = self.rng.randrange(1, 4)
+        stripe = self.rng.randrange(count), count
+        self.shard = Shard("sequence", *stripe)
+        return replace(STRIPED, stripe=stripe)
+
+    def plan(self):
+        rng, shard = self.rng, self.shard
+        edits = [self.edit() for _ in range(rng.choice([0, 0, 0, 0, 1]))]
+        if any(edit[0] is UNMAP for edit in edits):
+            edits += self.engine.all_mapped(4)
+        indices = rng.sample(range(3), 3)
+        queries, appends, positions, wanted, listed = [], [], [], [], []
+        for index in indices[: rng.randrange(3)]:
+            length = 1 + self.number(128 * shard.count, 2**31 - 2)
+            rows = min(length, 1 + self.number(3, 64), 100)
+            keys = shard.num_tokens(length) + (rng.random() < 0.005)
+            queries.append((index, rows, keys, rows))
+            positions.append(length - rows)
+            tiles = [choosing_row(shard, length - rows + i).num_tiles for i in range(rows)]
+            wanted += [self.number(6, 2**31 - 2) for _ in tiles]
+            listed += [min(n, most) for n, most in zip(tiles, wanted[-rows:], strict=True)]
+            first = shard.num_tokens(max(0, length - rows - rng.choice([0, 0, 5, 20])))
+            if own := shard.num_tokens(length) - first:
+                appends.append((index, own, first))
+        num_own = sum(a[1] for a in appends)
+        for index in rng.sample(range(3), rng.randrange(3)):
+            queries.append((index, 1 + self.number(5, 64), 1 + self.number(127, 256), 0))
+        for index in indices[len(positions) :][: rng.randrange(2)]:
+            appends.append((index, 1 + self.number(20, 64), self.number(100, 256)))
+        if rng.random() < 0.01:
+            rng.shuffle(rng.choice([queries, appends, positions]))
+        number = self.engine.plan(edits, queries, appends, positions=positions, wanted=wanted)
+        num_rows, num_updated = sum(q[1] for q in queries), sum(a[1] for a in appends) - num_own
+        self.plans.append((number, num_rows, listed, num_own, num_updated))
+
+    def rows(self):
+        rng, engine = self.rng, self.engine
+        number, num_rows, listed, num_own, num_updated = rng.choice(self.plans[-3:])
+        layer = self.number(2, 2) % 65536
+        if num_rows and rng.random() < 0.7 and self.is_first(number, layer, Kind.QUERY):
+            engine.query(number, layer, torch.randn(min(num_rows, 200), 4, 32))
+            if num_own and rng.random() < 0.995:
+                engine.own(number, layer, *torch.randn(2, min(num_own, 200), 2, 32))
+            if listed and rng.random() < 0.99:
+                self.choose(number, layer, listed)
+        elif num_updated and self.is_first(number, layer, Kind.UPDATE):
+            engine.update(number, layer, *torch.randn(2, min(num_updated, 200), 2, 32))
+
+    def choose(self, number, layer, listed):
+        """Chooses as many tiles of each row and head as are listed, fewer, or what cannot be."""
+        counts = [[self.rng.randrange(n + 1) for _ in range(2)] for n in listed]
+        if self.rng.random() < 0.01:
+            self.rng.choice(counts)[0] = self.rng.choice([-1, 2**31 - 1, 9])
+        self.engine.choice(number, counts, layer)
+
+
+@pytest.mark.parametrize(
+    ("fuzzer", "kv_dtype"),
+    [(Fuzzer, kv_dtype) for kv_dtype in KV_DTYPES]
+    + [(StripedFuzzer, kv_dtype) for kv_dtype in TILED_TYPES],
+)
+def test_random_messages(node, fuzzer, kv_dtype):
     witness = Witness.beside(node)
     leased = node.stats().bytes_leased
-    num_answered = num_refused = 0
+    num_answered = num_chosen = num_refused = 0
     for seed in range(60):
-        found = Fuzzer(seed, node, kv_dtype).run(60)
+        found = fuzzer(seed, node, kv_dtype).run(60)
         num_answered += found.count(Kind.PARTIAL) + found.count(Kind.RESULT)
+        num_chosen += found.count(Kind.TILES)
         assert Kind.ERROR not in found[:-1]
-        assert {*found} <= {Kind.PARTIAL, Kind.RESULT, Kind.ERROR}
+        assert {*found} <= {Kind.PARTIAL, Kind.RESULT, Kind.TILES, Kind.ERROR}
         num_refused += Kind.ERROR in found
         assert node.stats().bytes_leased == leased
     witness.check()
@@ -167,3 +234,4 @@ def test_random_messages(node, kv_dtype):
     stats = node.stats()
     assert (stats.num_offences, stats.num_refused) == (num_refused, 0)
     assert num_answered > 100 and num_refused > 30
+    assert (num_chosen > 100) == (fuzzer is StripedFuzzer)

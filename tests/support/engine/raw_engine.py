@@ -151,6 +151,12 @@ class RawEngine:
         content = bytes_of(k) + bytes_of(v)
         self._rows(Kind.OWN, number, layer, content, len(k) if rows is None else rows, epoch)
 
+    def choice(self, number, counts, layer=0, rows=None) -> None:
+        """counts: of each row, how many tiles each K/V head chooses."""
+        content = bytes_of(torch.tensor(counts, dtype=torch.int32))
+        rows = len(counts) if rows is None else rows
+        self._rows(Kind.CHOICE, number, layer, content, rows, None)
+
     def _rows(self, kind, number, layer, content, rows, epoch):
         epoch = self.request.epoch if epoch is None else epoch
         header = Header(kind, epoch, number, layer, WireType.FLOAT32, rows)

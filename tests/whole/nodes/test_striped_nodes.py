@@ -25,6 +25,7 @@ from tests.whole.nodes.test_engine_nodes import AlwaysSplits
 from tests.whole.nodes.test_selected_nodes import far_engine
 from tests.whole.nodes.test_states_on_nodes import unreachable
 from tests.whole.policies import test_selected_engine
+from tests.whole.policies.test_request_policies import said
 from tests.whole.policies.test_selected_engine import QUEST, prompts_of_all_lengths
 from tests.whole.test_recent_tokens import answers, params, prompt
 
@@ -190,15 +191,39 @@ def tokens_of(outputs):
     return [output.outputs[0].token_ids for output in outputs]
 
 
-def test_a_request_reads_everything_where_it_says_so(tmp_path):
-    """Beside others that choose, in the same steps."""
-    prompts = [{"prompt_token_ids": prompt(300, seed=2)}] * 2
-    several = [params(60), params(60, kv_policy="off")]
-    with LLM(DEFAULT_MODEL, kv_policy=QUEST, **SETTINGS) as llm:
-        expected = tokens_of(llm.generate(prompts, several, use_tqdm=False))
-    assert expected[0] != expected[1]
-    with nodes("inproc", 2, tmp_path) as urls, far_engine(urls, tmp_path, **SEQUENCE) as llm:
-        assert tokens_of(llm.generate(prompts, several, use_tqdm=False)) == expected
+BUDGETS = ("off", "quest:budget=64", "quest:budget=50%,least=1", None)
+
+
+@functools.cache
+def budget_answers():
+    """Returns what engines with these policies answer to a question over their own memory."""
+    found = []
+    for policy in BUDGETS:
+        with LLM(DEFAULT_MODEL, kv_policy=policy or QUEST, **SETTINGS) as llm:
+            found += answers(llm, [prompt(300, seed=2)], params(24))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "more"),
+    every_day(
+        (0,),
+        [
+            (2, {}),
+            (3, {"memory_prefill": "remote"}),
+            (1, {"max_chunk_tokens": 33}),
+        ],
+    ),
+)
+def test_requests_have_the_tokens_of_their_own_budgets(count, more, tmp_path):
+    """Beside others that choose more tiles, fewer, or none, in the same steps."""
+    expected = budget_answers()
+    assert len({str(each) for each in expected}) == len(BUDGETS), "the budgets matter"
+    asked = [prompt(300, seed=2)] * len(BUDGETS)
+    settings = SEQUENCE | {"max_num_seqs": 8} | more
+    with nodes("inproc", count, tmp_path) as urls, far_engine(urls, tmp_path, **settings) as llm:
+        for _ in range(2):  # the second time with prefix hits
+            assert is_close(said(llm, BUDGETS, asked, 24), expected)
 
 
 def test_two_microbatches_in_flight(tmp_path, monkeypatch):

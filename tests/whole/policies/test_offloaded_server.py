@@ -66,14 +66,17 @@ def test_a_server_says_what_is_where_and_gives_it_back_when_it_sleeps(tmp_path: 
         async with (
             HttpServer(engine, HttpSettings(port=0, enable_sleep_mode=True)) as server,
             aiohttp.ClientSession(server.url) as session,
-            asyncio.timeout(60),
+            asyncio.timeout(300),
         ):
             (memory,) = (text for name, text in engine_lines(engine, 1.0) if name == "memory")
             assert memory.startswith("K/V 5.98 MiB, 1.4 MiB of it in memory: "), memory
-            await asyncio.gather(*(complete(session, seed) for seed in range(4)))
-            found = await metrics(session)
+            ahead, first = 0.0, 0
+            while ahead == 0:  # on a busy machine layers may always ask before
+                await asyncio.gather(*(complete(session, first + i) for i in range(4)))
+                found, first = await metrics(session), first + 4
+                ahead = found["moved_bytes_total", "ahead"]
             assert found["units_total", "memory"] > 0
-            assert found["moved_bytes_total", "fetched"] >= found["moved_bytes_total", "ahead"] > 0
+            assert found["moved_bytes_total", "fetched"] >= ahead
             assert found["moved_bytes_total", "written"] > 0
             assert found["waited_seconds_total",] > 0
             assert 0 < found["resident_bytes",] <= 2 << 20

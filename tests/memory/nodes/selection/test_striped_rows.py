@@ -3,7 +3,6 @@ sequence (memory_partition sequence): they read what local attention reads, and 
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -14,7 +13,7 @@ from memory.nodes.attach import AttachRequest
 from memory.nodes.errors import NoNodeError
 from memory.nodes.placement import Shard, choosing_parts, choosing_row
 from memory.nodes.split_plan import ChoosingRows
-from memory.nodes.wire import ErrorCode, Kind
+from memory.nodes.wire import ErrorCode, Kind, pack_json
 from memory.policies.setting import KVPolicy
 from ops.cpu import native_library
 from quant.kv import TILE_TOKENS
@@ -27,8 +26,9 @@ from tests.memory.nodes.selection.test_selected_rows import (
     results,
 )
 from tests.memory.nodes.test_own_rows import Local
-from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness, bytes_of
+from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
 from tests.support.nodes.remote_rig import RemoteRig, layers_of
+from transport.direct import direct_pair
 
 pytestmark = pytest.mark.skipif(
     not native_library.is_available(), reason="native kernels not built"
@@ -80,6 +80,24 @@ def test_tiles_of_equal_scores_are_the_newest_ones():
         inputs = [[q, torch.zeros(num_rows, 4, 32), v]]
         found += rig.step([(item, num_rows, length)], inputs, [330])
         expected += local.step([(0, num_rows, length)], inputs, [330])
+    assert distance(found, expected) < CLOSE["int8"]
+    rig.close()
+
+
+@pytest.mark.parametrize("names", ["a", "ab", "abc"])
+def test_a_row_chooses_tiles_that_rows_of_its_prompt_complete_in_the_same_step(names):
+    """As when a sequence is computed again that had one token, or whose chunk ends there."""
+    layers = layers_of(1)
+    local, rig = Local(layers, "int8", QUEST), rig_of(layers, names)
+    item = rig.kv.open(700)
+    generator = torch.Generator().manual_seed(1)
+    length, found, expected = 0, [], []
+    for num_rows, prompt in ((200, 330), (131, 330), (3, 333), (2, 335), (8, 342), (1, 342)):
+        length += num_rows
+        sizes = (8, 4, 4)
+        inputs = [[torch.randn(num_rows, heads, 32, generator=generator) for heads in sizes]]
+        found += rig.step([(item, num_rows, length)], inputs, [prompt])
+        expected += local.step([(0, num_rows, length)], inputs, [prompt])
     assert distance(found, expected) < CLOSE["int8"]
     rig.close()
 
@@ -221,12 +239,6 @@ def attached(node, request=STRIPED):
     return engine
 
 
-def choose(engine, number, counts, layer=0, rows=None):
-    counts = torch.tensor(counts, dtype=torch.int32)
-    rows = len(counts) if rows is None else rows
-    engine._rows(Kind.CHOICE, number, layer, bytes_of(counts), rows, None)
-
-
 def listed(engine, number, layer=0):
     engine.query(number, layer, Q)
     header, _ = engine.receive()
@@ -238,7 +250,7 @@ def test_a_row_is_answered_after_its_choice(node):
     number = engine.plan(**CHOOSING)
     for layer, count in ((0, 1), (1, 0)):
         listed(engine, number, layer)
-        choose(engine, number, [[count, count]], layer)
+        engine.choice(number, [[count, count]], layer)
         _, lse = engine.partial(layer)
         assert bool((lse > -torch.inf).all()) == (count > 0), "without its own tile"
     engine.close()
@@ -252,19 +264,19 @@ def chosen(counts, **more):
     def act(engine):
         number = engine.plan(**CHOOSING)
         listed(engine, number)
-        choose(engine, number, counts, **more)
+        engine.choice(number, counts, **more)
 
     return act
 
 
 def unlisted(engine):
-    choose(engine, engine.plan(**CHOOSING), [[1, 1]])
+    engine.choice(engine.plan(**CHOOSING), [[1, 1]])
 
 
 def chosen_twice(engine):
     chosen([[1, 1]])(engine)
     engine.partial(0)
-    choose(engine, engine.num_plans, [[1, 1]])
+    engine.choice(engine.num_plans, [[1, 1]])
 
 
 def before_own(engine):
@@ -272,7 +284,7 @@ def before_own(engine):
     plan = {"queries": [(0, 1, 33, 1)], "positions": [80], "wanted": [1]}
     number = engine.plan(appends=[(0, 1, 32)], **plan)
     listed(engine, number)
-    choose(engine, number, [[1, 1]])
+    engine.choice(number, [[1, 1]])
 
 
 def own_twice(engine):
@@ -347,8 +359,18 @@ def test_a_node_of_an_earlier_version_is_refused(monkeypatch):
 
 def test_a_node_without_stripes_takes_no_choice(node):
     engine = attached(node, replace(STRIPED, prefix_only=False, stripe=None))
-    choose(engine, engine.plan(queries=[(0, 1, 40)], prompt_lens=[3]), [[1, 1]])
+    engine.choice(engine.plan(queries=[(0, 1, 40)], prompt_lens=[3]), [[1, 1]])
     assert engine.error() is FORM
+
+
+def test_lists_that_fit_into_no_message_are_refused(node):
+    """Many slots may have the same page, so little memory makes long sequences."""
+    ours, theirs = direct_pair()
+    theirs.max_message_bytes = 1 << 20
+    node.adopt(theirs)
+    engine = RawEngine(ours, replace(STRIPED, num_places=[1 << 20]))
+    engine.send(pack_json(Kind.ATTACH, 1, engine.request.to_json()))
+    assert engine.error() is SHAPE
 
 
 def test_layers_of_abandoned_plans_take_no_memory(node):
@@ -360,29 +382,7 @@ def test_layers_of_abandoned_plans_take_no_memory(node):
         listed(engine, numbers[-1])
     [connection] = node._connections
     assert len(connection.session._layers_begun) == 2
-    choose(engine, numbers[-2], [[1, 1]])
+    engine.choice(numbers[-2], [[1, 1]])
     engine.partial(0)
-    choose(engine, numbers[-3], [[1, 1]])
+    engine.choice(numbers[-3], [[1, 1]])
     assert engine.error() is STALE
-
-
-def test_random_choices_end_no_node(node):
-    rng = random.Random(3)
-    for seed in range(20):
-        engine = attached(node, replace(STRIPED, engine=f"random {seed}"))
-        for _ in range(10):
-            length = rng.randrange(1, 250)
-            keys = Shard("sequence", 1, 2).num_tokens(length)
-            rows = min(length, rng.choice([1, 1, 3]))
-            number = engine.plan(
-                queries=[(0, rows, keys, rows)],
-                positions=[length - rows],
-                wanted=[rng.choice([0, 1, 5, 2**32 - 1]) for _ in range(rows)],
-            )
-            engine.query(number, 0, torch.randn(rows, 4, 32))
-            header, _ = engine.receive()
-            assert header.kind is Kind.TILES
-            if rng.random() < 0.9:
-                choose(engine, number, [[0, 0]] * rows)
-                engine.partial(0)
-        engine.close()
