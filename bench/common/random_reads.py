@@ -1,37 +1,58 @@
-"""What a disk gives to direct reads of parts of a file at random places."""
+"""What a disk gives to direct reads of parts of a file at random places, by as many threads as read
+K/V in steps."""
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from memory.offload.scratch_file import open_file
+from memory.offload.scratch_file import Lane, open_file
 
 _SECONDS = 1.0
-_AT_ONCE = 256  # reads
+_AT_ONCE = 256  # reads of a thread
+_THREADS = 2  # a layer waits for what it reads, while more is fetched ahead
 
 
 def disk_rate(folder: str | Path, unit_bytes: int, total_bytes: int = 1 << 30) -> float:
     """Returns the bytes a second of direct reads of unit_bytes at random places of a file of
     total_bytes. OSError."""
     file = open_file(folder, total_bytes)
-    count = total_bytes // unit_bytes
+    lanes = [file.lane() for _ in range(_THREADS)]
+    groups = total_bytes // (unit_bytes * _AT_ONCE)
+    try:
+        addresses, _memory = _room(unit_bytes)
+        for group in range(groups):
+            units = group * _AT_ONCE + np.arange(_AT_ONCE)
+            lanes[0].write(addresses, units * unit_bytes, unit_bytes)
+        with ThreadPoolExecutor(_THREADS) as threads:
+            return sum(
+                threads.map(
+                    lambda number: _read(lanes[number], unit_bytes, groups * _AT_ONCE, number),
+                    range(_THREADS),
+                )
+            )
+    finally:
+        lanes.clear()
+        file.close()
+
+
+def _room(unit_bytes: int) -> tuple[np.ndarray[tuple[int], np.dtype[np.int64]], torch.Tensor]:
+    """Returns the addresses of places for units, and the memory that has them."""
     memory = torch.ones(_AT_ONCE * unit_bytes + 4096, dtype=torch.uint8)
     address = memory.data_ptr() + -memory.data_ptr() % 4096
-    addresses = address + np.arange(_AT_ONCE, dtype=np.int64) * unit_bytes
-    lane, rng = file.lane(), np.random.default_rng(0)
-    try:
-        for first in range(0, count - _AT_ONCE + 1, _AT_ONCE):
-            lane.write(addresses, (first + np.arange(_AT_ONCE)) * unit_bytes, unit_bytes)
-        began, num_bytes = time.perf_counter(), 0
-        while time.perf_counter() - began < _SECONDS:
-            places = rng.integers(0, count // _AT_ONCE * _AT_ONCE, _AT_ONCE) * unit_bytes
-            lane.read(addresses, places, unit_bytes)
-            num_bytes += _AT_ONCE * unit_bytes
-        return num_bytes / (time.perf_counter() - began)
-    finally:
-        del lane
-        file.close()
+    return address + np.arange(_AT_ONCE, dtype=np.int64) * unit_bytes, memory
+
+
+def _read(lane: Lane, unit_bytes: int, num_units: int, seed: int) -> float:
+    """Returns the bytes a second of one thread."""
+    addresses, _memory = _room(unit_bytes)
+    rng = np.random.default_rng(seed)
+    began, num_bytes = time.perf_counter(), 0
+    while time.perf_counter() - began < _SECONDS:
+        lane.read(addresses, rng.integers(0, num_units, _AT_ONCE) * unit_bytes, unit_bytes)
+        num_bytes += _AT_ONCE * unit_bytes
+    return num_bytes / (time.perf_counter() - began)
