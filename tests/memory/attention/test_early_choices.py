@@ -60,6 +60,15 @@ def test_steps_that_all_take_longer_change_nothing(times, is_faster):
     assert steps.run(4000)[not is_faster] <= 4 * 5
 
 
+def test_times_of_earlier_trials_do_not_count():
+    steps = Steps(1.0, 1.1)
+    ways: Counter[bool] = Counter()
+    for _ in range(600):
+        ways += steps.run(1)
+        steps.seconds = {way: seconds * 1.01 for way, seconds in steps.seconds.items()}
+    assert ways[True] <= 4 * 5
+
+
 def test_one_trial_by_chance_does_not_change_what_several_have_said():
     steps = Steps(1.0, 1.1)
     steps.run(200)  # with several trials
