@@ -1,9 +1,10 @@
 """What early choices change for K/V beyond memory: python -m bench.offload.guesses.
 
 A layer's tiles are fetched while the layer before computes: those that it read for the last token
-("last token"), or those that its queries choose which the layer before tells ("told"). Both take
-turns in one process, a few steps each, so that they meet the same disk. Random K/V of a model with
-random weights, and exercises of the trained model of `bench.offload.trained`. It prints
+("last token"), or those that its queries choose which the layer before tells ("told"), or as a
+server does, which keeps what is faster ("faster"). They take turns in one process, a few steps
+each, so that they meet the same disk. Random K/V of a model with random weights, and exercises of
+the trained model of `bench.offload.trained`. It prints
 
     tok/s       tokens a second of all sequences
     in memory   of the layers of 16 tokens that the steps read, those in memory when a layer began
@@ -37,11 +38,15 @@ _NAMES = {"last token": False, "told": True, "faster": None}
 
 
 def compare(
-    units: Residency, turn: Callable[[], tuple[float, int]], num_turns: int
+    units: Residency, turn: Callable[[], tuple[float, int]], num_turns: int, settling_turns: int
 ) -> list[list[str]]:
     """Returns a row of each name. turn: computes some steps, and returns their seconds and tokens;
-    each name has num_turns turns that count and one that does not."""
+    each name has num_turns turns that count and one that does not. settling_turns: in which it
+    shows what is faster, before all others."""
     totals: dict[str, Counter[str]] = {name: Counter() for name in _NAMES}
+    EarlyChoices.always = None
+    for _ in range(settling_turns):
+        turn()
     for number in range(num_turns + 1):
         names = list(_NAMES) if number % 2 else list(reversed(_NAMES))
         for name in names:
@@ -81,7 +86,8 @@ def random_rows(policy: str, share: float, given: argparse.Namespace) -> list[li
             seconds = sum(decoding.step() for _ in range(_TURN_STEPS))
             return seconds, _TURN_STEPS * given.sequences
 
-        rows = compare(units, turn, given.turns)
+        settling = -(-given.settling // (_TURN_STEPS + 1))
+        rows = compare(units, turn, given.turns, settling)
         del units
         decoding.close()
     return rows
@@ -101,7 +107,7 @@ def trained_rows(policy: str, share: float, given: argparse.Namespace) -> list[l
             llm.generate(prompts, params, use_tqdm=False)
             return time.perf_counter() - began, given.tokens * len(prompts)
 
-        return compare(units, turn, given.turns)
+        return compare(units, turn, given.turns, -(-given.settling // given.tokens))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -113,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.125])
     parser.add_argument("--policies", nargs="+", default=_POLICIES)
     parser.add_argument("--turns", type=int, default=6)
+    parser.add_argument("--settling", type=int, default=80, help="steps that try what is faster")
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file")
     parser.add_argument("--models", nargs="+", default=["random", "trained"])
     given = parser.parse_args(arguments)

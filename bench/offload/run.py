@@ -12,8 +12,9 @@ with a half and an eighth of it (`--shares`), the rest in a file. For each kv_po
     hits        of these, those in memory
     read        bytes a second that the steps fetch from the file
     kernel      the cores that system calls and page faults of the process keep busy meanwhile
-    of disk     that divided by what the disk gives to direct reads of as many bytes each at random
-                places, just before and just after
+    of disk     what they fetch divided by what the disk gives to direct reads of as many bytes each
+                in two threads, just before and just after: one behind the other with policy off,
+                else at random places
 
 Tokens are drawn at random and random heads choose at random, so that a step tells little about the
 next one: a trained model finds more of what it reads in memory.
@@ -238,11 +239,15 @@ def _fewer(
     return f"{count / found.step_s:.1f}"
 
 
+def _disk_rate(folder: str, unit_bytes: int, policy: str) -> float:
+    return disk_rate(folder, unit_bytes, in_order=policy == OFF)
+
+
 def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
     count, folder = given.sequences, given.folder
     unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
-    names = ("tok/s", "of memory", "again", "fewer", "tiles", "hits")
-    names += ("read MB/s", "kernel", "of disk")
+    figures = ("tok/s", "of memory", "again", "fewer", "tiles", "hits")
+    names = (*figures, "read MB/s", "kernel", "of disk")
     table = Table(
         "kv_policy, K/V in memory",
         *[Column(name, justify="right") for name in names],
@@ -251,7 +256,7 @@ def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
     for policy in given.policies:
         whole = None
         for share in (1.0, *given.shares):
-            before = disk_rate(folder, unit) if share < 1 else 0.0
+            before = _disk_rate(folder, unit, policy) if share < 1 else 0.0
             name = f"{policy}, {'all' if share == 1 else format(share, '.3g')}"
             try:
                 decoding = Decoding(model, policy, count, num_tokens, share, folder)
@@ -260,7 +265,7 @@ def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
                 continue
             found = decoding.measure(given.rounds)
             decoding.close()
-            disk = (before + disk_rate(folder, unit)) / 2 if share < 1 else 0.0
+            disk = (before + _disk_rate(folder, unit, policy)) / 2 if share < 1 else 0.0
             whole = whole or found
             fewer = _fewer(model, policy, given, num_tokens, share) if share < 1 else ""
             table.add_row(*_row(name, found, whole, count, num_tokens, share, fewer, disk))

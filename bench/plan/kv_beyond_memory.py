@@ -30,9 +30,6 @@ from serve.units import format_memory
 NAME = "kv-offload-bytes"
 _TILE_TOKENS = 16
 _ROOM = 1.25  # of the longest sequence's layer, as serve.loading.kv_offload
-_MOVED_S = (
-    1e-9  # beside the disk, for each byte that gets memory and gives it back, two Zen 5 cores
-)
 _PAGE_BYTES = 2 << 20
 
 
@@ -116,7 +113,7 @@ def kv_beyond_memory(
             f" {min(contexts)} tokens and the bounds of all keys take"
             f" {format_memory(int(least + bounds))}"
         )
-    disk = asked.disk_bytes_per_s or _measured(asked.folder, sizes.unit_bytes)
+    disk = asked.disk_bytes_per_s or _measured(asked.folder, sizes.unit_bytes, policy)
     steps = [
         _step(cost, policy, (batch, context), sizes.token_bytes, resident, disk)
         for batch in batches
@@ -152,7 +149,7 @@ def _step(
     of_any = 1.0 - (1.0 - of_head) ** cost.shape.num_kv_heads
     read = whole * of_any * (1.0 - held)
     attended = context * min(1.0, of_head + (0.0 if policy is None else 1 / _TILE_TOKENS))
-    seconds = cost.seconds(decode_work(batch, int(attended))) + read * (1.0 / disk + _MOVED_S)
+    seconds = cost.seconds(decode_work(batch, int(attended))) + read / disk
     return OffloadedStep(batch, context, whole, held, read, seconds)
 
 
@@ -195,8 +192,10 @@ def _sizes(shape: Shape, group: int, *, has_bounds: bool) -> _Sizes:
     )
 
 
-def _measured(folder: Path | None, unit_bytes: int) -> float:
-    """Measures direct reads of units at random places. ConfigError names the folder."""
+def _measured(folder: Path | None, unit_bytes: int, policy: KVPolicy | None) -> float:
+    """Measures direct reads of units: one behind the other where steps read all of them, at random
+    places where they select. What the system takes for a read is a part of it. ConfigError names
+    the folder."""
     from bench.common.checkpoints import cache_folder  # both import torch
     from bench.common.random_reads import disk_rate
 
@@ -204,7 +203,7 @@ def _measured(folder: Path | None, unit_bytes: int) -> float:
     try:
         if folder is None:
             chosen.mkdir(parents=True, exist_ok=True)
-        return disk_rate(chosen, unit_bytes)
+        return disk_rate(chosen, unit_bytes, in_order=policy is None)
     except OSError as error:
         raise ConfigError(f"kv-offload-dir {chosen}: {reason(error)}") from error
 

@@ -18,7 +18,8 @@ _TRIAL_STEPS = 4  # the first one does not count
 _FEWEST_BETWEEN, _MOST_BETWEEN = 32, 1024  # steps between trials
 _KEPT_TIMES = 9
 _FEWEST_TIMES = 3
-_MARGIN = 0.97  # of the time without: what early choices have to stay below
+_KEPT_RATIOS = 3
+_MARGIN = 0.97  # of the time without early choices: what the time with them has to stay below
 
 
 class EarlyChoices:
@@ -33,6 +34,7 @@ class EarlyChoices:
         self._seconds: dict[bool, deque[float]] = {
             way: deque(maxlen=_KEPT_TIMES) for way in (False, True)
         }
+        self._ratios: deque[float] = deque(maxlen=_KEPT_RATIOS)  # of the last trials
         self._is_faster = False
         self._between, self._num_steps = _FEWEST_BETWEEN, 0
         # of the step that runs; None: its time does not count
@@ -70,10 +72,14 @@ class EarlyChoices:
         return self._is_faster is not is_trial
 
     def _compare(self) -> None:
+        """Compares a trial with the steps just before it. Times of an earlier trial are of no use:
+        contexts and batches may have become others. Its ratio is, against chance."""
         with_s, without_s = self._seconds[True], self._seconds[False]
-        if min(len(with_s), len(without_s)) < _FEWEST_TIMES:
-            return
-        is_faster = median(with_s) < _MARGIN * median(without_s)
-        stays = is_faster is self._is_faster
-        self._between = min(2 * self._between, _MOST_BETWEEN) if stays else _FEWEST_BETWEEN
-        self._is_faster = is_faster
+        if min(len(with_s), len(without_s)) >= _FEWEST_TIMES:
+            self._ratios.append(median(with_s) / median(without_s))
+            is_faster = median(self._ratios) < _MARGIN
+            stays = is_faster is self._is_faster
+            self._between = min(2 * self._between, _MOST_BETWEEN) if stays else _FEWEST_BETWEEN
+            self._is_faster = is_faster
+        with_s.clear()
+        without_s.clear()

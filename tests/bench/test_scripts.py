@@ -308,9 +308,10 @@ def test_kv_in_a_file(tmp_path):
 
 def test_early_choices_of_kv_in_a_file():
     options = ("--shape", "small-32k", "--context", "2048", "--turns", "1", "--shares", "0.75")
-    options += ("--policies", "quest:budget=12%", "--tokens", "2")
+    options += ("--policies", "quest:budget=12%", "--tokens", "2", "--settling", "2")
     text = output_of("-m", "bench.offload.guesses", *options, COLUMNS="160")
-    for word in ("random model", "trained model", "last token", "told", "coming", "in vain"):
+    models, names = ("random model", "trained model"), ("last token", "told", "faster")
+    for word in (*models, *names, "coming", "in vain"):
         assert word in text, word
 
 

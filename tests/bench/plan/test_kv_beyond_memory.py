@@ -104,9 +104,13 @@ def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) ->
     asked = KVOffload(GIB, GIB, folder=Path("/no/such"))
     with pytest.raises(ConfigError, match="kv-offload-dir /no/such: No such file"):
         kv_beyond_memory(cost, asked, (1,), (8192,))
-    monkeypatch.setattr("bench.common.random_reads.disk_rate", lambda folder, unit: 5e8)
-    found = kv_beyond_memory(cost, asked, (1,), (8192,))
-    assert found.disk_bytes_per_s == 5e8 and found.is_measured
+    monkeypatch.setattr(
+        "bench.common.random_reads.disk_rate",
+        lambda folder, unit, in_order: 5e8 if in_order else 4e8,
+    )
+    for policy, rate in (("off", 5e8), ("quest:budget=12%", 4e8)):
+        found = kv_beyond_memory(cost, replace(asked, policy=policy), (1,), (8192,))
+        assert found.disk_bytes_per_s == rate and found.is_measured
 
 
 def test_the_plan_says_it_of_one_machine(

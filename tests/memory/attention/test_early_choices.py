@@ -50,6 +50,36 @@ def test_a_disk_that_becomes_slow_changes_the_way():
     assert steps.run(1000)[True] < 100
 
 
+@pytest.mark.parametrize("is_faster", [False, True])
+@pytest.mark.parametrize("times", [3.0, 0.3])
+def test_steps_that_all_take_longer_change_nothing(times, is_faster):
+    """Contexts that grow say nothing of what is faster."""
+    steps = Steps(1.0, 0.8 if is_faster else 1.1)
+    steps.run(2500)
+    steps.seconds = {way: seconds * times for way, seconds in steps.seconds.items()}
+    assert steps.run(4000)[not is_faster] <= 4 * 5
+
+
+def test_times_of_earlier_trials_do_not_count():
+    steps = Steps(1.0, 1.1)
+    ways: Counter[bool] = Counter()
+    for _ in range(600):
+        ways += steps.run(1)
+        steps.seconds = {way: seconds * 1.01 for way, seconds in steps.seconds.items()}
+    assert ways[True] <= 4 * 5
+
+
+def test_one_trial_by_chance_does_not_change_what_several_have_said():
+    steps = Steps(1.0, 1.1)
+    steps.run(200)  # with several trials
+    while not steps.run(1)[True]:
+        pass
+    steps.seconds = {False: 1.0, True: 0.1}
+    steps.run(10)
+    steps.seconds = {False: 1.0, True: 1.1}
+    assert steps.run(60)[True] == 0
+
+
 @pytest.mark.parametrize("share", [0.0, 0.05])
 def test_nothing_is_tried_where_nearly_all_is_in_memory(share):
     steps = Steps(1.0, 0.5, share)
@@ -62,7 +92,7 @@ def test_steps_of_other_rows_do_not_count():
     steps = Steps(1.0, 0.5)
     for number in range(300):
         steps.run(1, rows=2 + number % 2)
-    assert not steps.early._seconds[True] and not steps.early._is_faster
+    assert not steps.early._ratios
 
 
 def test_steps_in_which_nothing_selects_are_left_out():
@@ -71,4 +101,4 @@ def test_steps_in_which_nothing_selects_are_left_out():
         steps.run(1)
         steps.now_s += 100.0
         assert not steps.early.begin([], steps.fetched)
-    assert not steps.early._seconds[True]
+    assert not steps.early._ratios

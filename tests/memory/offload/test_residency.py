@@ -78,6 +78,7 @@ def test_a_circle_larger_than_memory_finds_what_fits(tmp_path):
             after = kv.residency.counts()
         read = after.units_read - before.units_read
         held = after.units_held - before.units_held
+        assert after.resident_bytes == kv.max_bytes
         assert read == 16 * kv.num_tiles
         assert held >= 0.4 * read
 

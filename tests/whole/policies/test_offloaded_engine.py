@@ -96,7 +96,8 @@ def test_tokens_are_those_of_k_v_in_memory(policy, share, tmp_path):
         counts = llm._loaded.offload.counts()
         assert counts.fetched_bytes > 0 and counts.written_bytes > 0
         in_memory = int(needed_bytes(policy) * share)
-        assert 0 < counts.resident_bytes <= llm._loaded.offload.max_bytes <= in_memory
+        # the pages of answers that have ended may be free already
+        assert counts.resident_bytes <= llm._loaded.offload.max_bytes <= in_memory
         assert llm.stats().num_preemptions == 0
         if policy == QUEST:
             assert llm._loaded.selection.counts()["read"] > 0
