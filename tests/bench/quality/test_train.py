@@ -83,7 +83,7 @@ def test_the_engine_and_the_reference_agree(tmp_path):
 @pytest.mark.parametrize(
     "policy",
     [
-        "h2o:budget=50",
+        "h2o:budget=50,least=1",
         "pyramid:budget=20%",
         *[
             pytest.param(costly, marks=pytest.mark.exhaustive)

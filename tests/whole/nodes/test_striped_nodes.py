@@ -95,7 +95,7 @@ def test_a_budget_of_everything_gives_the_bits_of_no_policy(tmp_path):
 
 def test_a_row_may_read_its_own_tile_alone(tmp_path):
     """So one node has nothing to read, and no list has a tile."""
-    policy = "quest:budget=1"
+    policy = "quest:budget=1,least=1"
     with (
         nodes("inproc", 2, tmp_path) as urls,
         far_engine(urls, tmp_path, **SEQUENCE, kv_policy=policy) as llm,
