@@ -86,7 +86,7 @@ class PlannedRows:
 
 
 class NodesPlan:
-    """The part of a step's planned attention that computes nothing here."""
+    """What all planned attention of one step over nodes has in common."""
 
     _kv_kinds: Sequence[Kind]
     """The messages with which k and v are sent."""
@@ -99,8 +99,10 @@ class NodesPlan:
         backend: Backend,
         layers: Sequence[AttentionLayer],
         staging: Staging,
+        here: PlannedRows,
     ) -> None:
-        self._layers = layers
+        """here: the rows that attend in this process."""
+        self._layers, self._here = layers, here
         self.staging = staging
         # k and v of layers that others share
         self._owners = {layer.shares for layer in layers if layer.shares is not None}
@@ -237,20 +239,6 @@ class RemotePlan(NodesPlan):
 
     _kv_kinds = (Kind.OWN, Kind.UPDATE)
 
-    def __init__(
-        self,
-        number: int,
-        nodes: list[NodeRows],
-        wire: WireFormat,
-        backend: Backend,
-        layers: Sequence[AttentionLayer],
-        staging: Staging,
-        tails: PlannedRows,
-    ) -> None:
-        """tails: the rows to compute here."""
-        super().__init__(number, nodes, wire, backend, layers, staging)
-        self._tails = tails
-
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
@@ -258,9 +246,9 @@ class RemotePlan(NodesPlan):
         k, v = self.store(layer, k, v, rotation)
         shape = self._layers[layer]
         out = q.new_empty(*q.shape[:2], shape.value_dim or q.shape[2])
-        if runs := self._tails.runs:
+        if runs := self._here.runs:
             own_v = None if v is None else rows_of(v, runs)
-            here, _ = self._tails.attend(layer, rows_of(q, runs), rows_of(k, runs), own_v)
+            here, _ = self._here.attend(layer, rows_of(q, runs), rows_of(k, runs), own_v)
             copy_rows(here, out, runs)
         return RemotePending(self, layer, out)
 

@@ -96,30 +96,17 @@ class ChoosingRows:
 
 
 class PrefixPlan(NodesPlan):
-    """The planned attention of one step, where nodes compute prefix attention."""
+    """The planned attention of one step, where nodes compute prefix attention. All rows attend here
+    over each other."""
 
     _kv_kinds: Sequence[Kind] = (Kind.UPDATE,)
-
-    def __init__(
-        self,
-        number: int,
-        nodes: list[NodeRows],
-        wire: WireFormat,
-        backend: Backend,
-        layers: Sequence[AttentionLayer],
-        staging: Staging,
-        new: PlannedRows,
-    ) -> None:
-        """new: all rows, which attend here over each other."""
-        super().__init__(number, nodes, wire, backend, layers, staging)
-        self._new = new
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
         layer, q, _ = ticket
         k, v = self.store(layer, k, v, rotation)
-        out, lse = self._new.attend(layer, q, k, v)
+        out, lse = self._here.attend(layer, q, k, v)
         return PrefixPending(self, layer, Partial(out, lse), q.dtype, self._backend)
 
 
@@ -158,12 +145,11 @@ class ChoosingPlan(PrefixPlan):
         backend: Backend,
         layers: Sequence[AttentionLayer],
         staging: Staging,
-        new: PlannedRows,
+        here: PlannedRows,
         choosing: ChoosingRows,
     ) -> None:
-        """nodes: all, in the order of their shards. new: the rows that do not choose, which attend
-        here over each other."""
-        super().__init__(number, nodes, wire, backend, layers, staging, new)
+        """nodes: all, in the order of their shards. here: the rows that do not choose."""
+        super().__init__(number, nodes, wire, backend, layers, staging, here)
         self._choosing = choosing
         self._shares = [choosing.shares_on(node.link) for node in nodes]
 
@@ -178,9 +164,9 @@ class ChoosingPlan(PrefixPlan):
         lse = torch.full(q.shape[:2], -torch.inf)
         if shape.sinks is not None:
             lse[:] = torch.tensor(shape.sinks)
-        if runs := self._new.runs:
+        if runs := self._here.runs:
             own_v = None if v is None else rows_of(v, runs)
-            here = self._new.attend(layer, rows_of(q, runs), rows_of(k, runs), own_v)
+            here = self._here.attend(layer, rows_of(q, runs), rows_of(k, runs), own_v)
             for found, total in zip(here, (out, lse), strict=True):
                 copy_rows(found, total, runs)
         return ChoosingPending(self, layer, Partial(out, lse), q.dtype, self._backend)

@@ -21,7 +21,8 @@ from memory.offload.unit_states import BUSY, DIRTY, RESIDENT, STORED, WRITING, U
 MOVED_TOGETHER = 256
 """Units of one transfer: long enough for a disk's queue, and short to wait for."""
 NOWHERE = 0
-"""The place of a unit that is not in memory: whoever reads there ends the process."""
+"""The address of a unit that is not in memory, so that a kernel that reads it by mistake faults
+instead of giving a wrong result."""
 
 
 @dataclass(slots=True)

@@ -195,6 +195,62 @@ class LoadedTensors:
         return tensor.to(self._device, self._weight_dtype or tensor.dtype)
 
 
+class AroundTensors:
+    """Passes on what a source around LoadedTensors does not do otherwise."""
+
+    def __init__(self, loaded: LoadedTensors) -> None:
+        self._loaded = loaded
+
+    def vector(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        offset: float = 0.0,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        return self._loaded.vector(name, shape, offset=offset, dtype=dtype)
+
+    def table(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        *,
+        is_looked_up: bool = True,
+        columns: slice | None = None,
+    ) -> Tensor:
+        return self._loaded.table(name, shape, is_looked_up=is_looked_up, columns=columns)
+
+    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
+        return self._loaded.matrix(part, num_in, stays_plain=stays_plain)
+
+    def pack(self, weight: Tensor) -> LinearOp:
+        return self._loaded.pack(weight)
+
+    def ones(self, size: int) -> Tensor:
+        return self._loaded.ones(size)
+
+    def experts(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> ExpertsOp:
+        return self._loaded.experts(ups, downs, scales_input=scales_input)
+
+    def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
+        return self._loaded.heads(ops)
+
+    def has(self, name: str) -> bool:
+        return self._loaded.has(name)
+
+    def shape(self, name: str) -> tuple[int, ...] | None:
+        return self._loaded.shape(name)
+
+    def has_weight(self, name: str) -> bool:
+        return self._loaded.has_weight(name)
+
+    def end_layer(self) -> None:
+        self._loaded.end_layer()
+
+
 def _scaled(tensor: Tensor, scale: float) -> Tensor:
     return tensor if scale == 1.0 else tensor.float() * scale
 

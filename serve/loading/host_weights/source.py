@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
@@ -16,17 +15,18 @@ from serve.loading.host_weights.link import Link
 from serve.loading.host_weights.needs import is_of_layer
 from serve.loading.host_weights.placement import HostPlacement
 from serve.loading.host_weights.ring import RingLayer
-from serve.models.loaded_tensors import LoadedTensors
+from serve.models.loaded_tensors import AroundTensors, LoadedTensors
 from serve.models.parts import Part
 
 
-class PlacedTensors:
+class PlacedTensors(AroundTensors):
     """A TensorSource over one that loads to the device and one that loads for the CPU."""
 
     def __init__(
         self, device: LoadedTensors, host: LoadedTensors, placement: HostPlacement, link: Link
     ) -> None:
-        self._device, self._host = device, host
+        super().__init__(device)
+        self._host = host
         self._placement, self._link = placement, link
         self._layer = 0
         self._products: list[LinearOp] = []  # of the layer, unless they are combined with others
@@ -46,7 +46,7 @@ class PlacedTensors:
     ) -> LinearOp:
         is_expert = parts[0].expert is not None
         is_on_cpu = is_expert and self._layer in self._placement.on_cpu
-        source = self._host if is_on_cpu else self._device
+        source = self._host if is_on_cpu else self._loaded
         op = source.product(
             parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
         )
@@ -54,42 +54,16 @@ class PlacedTensors:
             self._products.append(op)
         return op
 
-    def vector(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        offset: float = 0.0,
-        dtype: torch.dtype | None = None,
-    ) -> Tensor:
-        return self._device.vector(name, shape, offset=offset, dtype=dtype)
-
-    def table(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        *,
-        is_looked_up: bool = True,
-        columns: slice | None = None,
-    ) -> Tensor:
-        return self._device.table(name, shape, is_looked_up=is_looked_up, columns=columns)
-
-    def matrix(self, part: Part, num_in: int, *, stays_plain: bool = False) -> Tensor:
-        return self._device.matrix(part, num_in, stays_plain=stays_plain)
-
     def pack(self, weight: Tensor) -> LinearOp:
-        op = self._device.pack(weight)
+        op = super().pack(weight)
         self._products.append(op)
         return op
-
-    def ones(self, size: int) -> Tensor:
-        return self._device.ones(size)
 
     def experts(
         self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
     ) -> ExpertsOp:
         if self._layer not in self._placement.on_cpu:
-            return self._device.experts(ups, downs, scales_input=scales_input)
+            return super().experts(ups, downs, scales_input=scales_input)
         op = self._host.experts(ups, downs, scales_input=scales_input)
         made = self.experts_on_cpu[self._layer] = HostExperts(op, len(ups), self._rows)
         return made
@@ -98,16 +72,7 @@ class PlacedTensors:
         # their combination has the addresses of the weights, which therefore cannot move
         combined = {id(op) for op in ops}
         self._products = [op for op in self._products if id(op) not in combined]
-        return self._device.heads(ops)
-
-    def has(self, name: str) -> bool:
-        return self._device.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._device.shape(name)
-
-    def has_weight(self, name: str) -> bool:
-        return self._device.has_weight(name)
+        return super().heads(ops)
 
     def end_layer(self) -> None:
         if not self._placement.is_resident[self._layer]:
@@ -115,12 +80,12 @@ class PlacedTensors:
             self.ring_layers.append(RingLayer(tensors, self._link))
         self._products.clear()
         self._layer += 1
-        self._device.end_layer()
+        super().end_layer()
 
     @property
     def num_ungrouped(self) -> int:
         """The layers whose experts are computed one by one."""
-        return self._device.num_ungrouped + self._host.num_ungrouped
+        return self._loaded.num_ungrouped + self._host.num_ungrouped
 
 
 def weights_of(op: LinearOp) -> list[Tensor]:

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
+from ops.backend import NO_FUSION, Fusion, LinearOp
 from ops.cpu.native_stored import restore
 from ops.linear import SideBySide
-from serve.models.loaded_tensors import LoadedTensors
+from serve.models.loaded_tensors import AroundTensors, LoadedTensors
 from serve.models.packed_cache.layout import (
     DTYPES,
     DamagedCache,
@@ -28,37 +28,7 @@ from serve.models.packed_cache.writer import Made, can_keep
 from serve.models.parts import Part
 
 
-class _Around:
-    """Passes on what neither source keeps."""
-
-    def __init__(self, loaded: LoadedTensors) -> None:
-        self._loaded = loaded
-
-    def ones(self, size: int) -> Tensor:
-        return self._loaded.ones(size)
-
-    def experts(
-        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
-    ) -> ExpertsOp:
-        return self._loaded.experts(ups, downs, scales_input=scales_input)
-
-    def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
-        return self._loaded.heads(ops)
-
-    def has(self, name: str) -> bool:
-        return self._loaded.has(name)
-
-    def shape(self, name: str) -> tuple[int, ...] | None:
-        return self._loaded.shape(name)
-
-    def has_weight(self, name: str) -> bool:
-        return self._loaded.has_weight(name)
-
-    def end_layer(self) -> None:
-        self._loaded.end_layer()
-
-
-class NotedTensors(_Around):
+class NotedTensors(AroundTensors):
     """Loads, and notes what it gave. is_whole: whether a file of `made` can replace loading."""
 
     def __init__(self, loaded: LoadedTensors) -> None:
@@ -132,7 +102,7 @@ class NotedTensors(_Around):
         self.made.append(Made(call, tuple(parts) if all(map(can_keep, parts)) else ()))
 
 
-class KeptTensors(_Around):
+class KeptTensors(AroundTensors):
     """Gives what a file has. DamagedCache if it does not have what is asked for."""
 
     def __init__(self, loaded: LoadedTensors, data: Tensor, entries: Sequence[Entry]) -> None:

@@ -23,7 +23,7 @@ def test_each_number_of_sequences_and_context_is_measured(tmp_path):
         assert min(one.whole_s, one.selected_s, one.local_s) > 0
         assert one.recompute_s > one.local_s, "hundreds of rows take longer than one"
         assert one.recomputed_rate(8) < 8 / one.recompute_s
-        assert one.choices_s == 0, "nobody else has tiles"
+        assert one.choices_s == 0, "the only node has all tiles"
     assert table_of(found, QUICK).row_count == len(found)
 
 

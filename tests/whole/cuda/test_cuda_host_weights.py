@@ -77,7 +77,7 @@ def test_weights_that_do_not_fit_leave_by_themselves(monkeypatch, caplog):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"memory_nodes": "inproc://nobody"}, "weight_memory_bytes: .* memory_nodes"),
+        ({"memory_nodes": "inproc://no-node"}, "weight_memory_bytes: .* memory_nodes"),
         ({"tensor_parallel_size": 2}, "weight_memory_bytes: .* tensor_parallel_size"),
         ({"weight_memory_bytes": 1000}, "weight_memory_bytes .* too little"),
     ],

@@ -7,22 +7,10 @@ import pytest
 import torch
 
 from memory.policies.eviction import EVICTION_POLICIES
-from ops.cpu import native_library
 from ops.cpu.native_key_scores import KeyScoring, ScorePlan
 from tests.support.memory.int8_kv import Cache
 
 SHAPES = [(4, 2, 64, 64), (6, 1, 32, 8), (2, 2, 80, 16), (14, 2, 128, 32)]
-
-
-@pytest.fixture(params=["avx512", "avxvnni", "avx2", "portable"])
-def instruction_set(request):
-    lib = native_library.library()
-    if request.param not in lib.instruction_sets():
-        pytest.skip(f"no {request.param} here")
-    before = lib.instruction_set()
-    lib.choose_instruction_set(request.param)
-    yield request.param
-    lib.choose_instruction_set(before)
 
 
 class Scored:
@@ -89,7 +77,7 @@ def sums_for(kv_heads, kv_len):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize(("kv_len", "rows"), [(1, 1), (15, 3), (16, 16), (17, 1), (200, 33)])
-def test_sums_are_those_of_torch(shape, kv_len, rows, instruction_set):
+def test_sums_are_those_of_torch(shape, kv_len, rows, isa):
     scored = Scored(*shape, tokens=kv_len)
     q = torch.randn(rows, shape[0], shape[2])
     sums = sums_for(shape[1], kv_len)
@@ -136,7 +124,7 @@ def test_noise_temperature_and_soft_cap():
 
 @pytest.mark.parametrize("cut", [(1,) * 45, (3, 16, 1, 25), (31, 14)], ids=len)
 @pytest.mark.parametrize("sharpness", [1.0, 40.0])
-def test_the_bits_do_not_depend_on_the_cut(cut, sharpness, instruction_set):
+def test_the_bits_do_not_depend_on_the_cut(cut, sharpness, isa):
     """With sharp rows, some stretches have scores far above those of all earlier ones."""
     scored = Scored(6, 2, 64, 64, tokens=333)
     q, whole, parts = torch.randn(45, 6, 64) * sharpness, sums_for(2, 333), sums_for(2, 333)
@@ -164,7 +152,7 @@ def test_blocks_of_few_tokens_over_many_keys():
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
-def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
+def test_weights_where_scores_rise_and_fall_far(sign, isa):
     scored = Scored(6, 1, 32, 32, 300)
     q = 1.0 + torch.rand(20, 6, 32)
     level = sign * 20.0 * torch.arange(300).div(64).floor()[:, None, None]
@@ -179,7 +167,7 @@ def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
     assert np.abs(sums[:, :300] - expected).max() < 2e-3 * 20
 
 
-def test_keys_that_no_row_sees_change_no_bit(instruction_set):
+def test_keys_that_no_row_sees_change_no_bit(isa):
     scored = Scored(6, 1, 32, 32, 48)
     q = torch.randn(3, 6, 32)
     alone, beside = sums_for(1, 37), sums_for(1, 37)
@@ -208,7 +196,7 @@ def test_several_sequences_of_a_step_and_another_layer():
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_moved_tokens_are_attended_to_as_if_they_were_alone(shape, instruction_set):
+def test_moved_tokens_are_attended_to_as_if_they_were_alone(shape, isa):
     """In place and into other memory; each head keeps tokens of its own."""
     heads, kv_heads, dim, _ = shape
     scored = Scored(*shape, tokens=150, sequences=3)

@@ -9,18 +9,6 @@ import torch
 from memory.attention.kv_layout import KVCache, KVLayout
 from memory.attention.seam import AttentionLayer
 from memory.attention.token_stores import PlainTokens, ScoredRows
-from ops.cpu import native_library
-
-
-@pytest.fixture(params=["avx512", "avxvnni", "avx2", "portable"])
-def instruction_set(request):
-    lib = native_library.library()
-    if request.param not in lib.instruction_sets():
-        pytest.skip(f"no {request.param} here")
-    before = lib.instruction_set()
-    lib.choose_instruction_set(request.param)
-    yield request.param
-    lib.choose_instruction_set(before)
 
 
 class Store:
@@ -54,7 +42,7 @@ class Store:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (7, 1, 80), (2, 2, 16)])
 @pytest.mark.parametrize(("kv_len", "rows"), [(1, 1), (17, 17), (200, 19)])
-def test_sums_are_those_of_torch(dtype, heads, kv_heads, dim, kv_len, rows, instruction_set):
+def test_sums_are_those_of_torch(dtype, heads, kv_heads, dim, kv_len, rows, isa):
     store = Store(dtype, heads, kv_heads, dim, kv_len + 5)
     q, sums = torch.randn(rows, heads, dim), store.sums(kv_len)
     assert store.tokens._ops
@@ -79,7 +67,7 @@ def test_the_bits_do_not_depend_on_the_cut(dtype, sharpness):
 
 
 @pytest.mark.parametrize("sign", [1, -1], ids=["rising", "falling"])
-def test_weights_where_scores_rise_and_fall_far(sign, instruction_set):
+def test_weights_where_scores_rise_and_fall_far(sign, isa):
     store = Store(torch.float32, 4, 2, 64, 300)
     k = store.tokens._layers[1][:, 0]
     k += sign * 8.0 * torch.arange(300).div(64).floor()[:, None, None]
