@@ -302,7 +302,7 @@ def held() -> dict[str, int]:
         "memory files": sum("memfd" in each for each in files),
         "sockets": sum(each.startswith("socket:") for each in files),
         "folders": len(list(Path(tempfile.gettempdir()).glob("mergestep-group-*"))),
-        "shared memory": len(os.listdir("/dev/shm")),
+        "shared memory": sum(each.is_file() for each in os.scandir("/dev/shm")),
         "threads": sum(
             each.name.startswith(("mergestep", "rank-")) for each in threading.enumerate()
         ),
@@ -315,6 +315,9 @@ def _open_files() -> list[str]:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 def test_a_worker_that_cannot_load_fails_the_start(thread_workers, monkeypatch, grid):  # noqa: F811
+    # a folder of its own, with a short name for sockets: other tests run groups at the same time
+    own = tempfile.TemporaryDirectory(prefix="g-")
+    monkeypatch.setattr(tempfile, "tempdir", own.name)
     alone()  # modules and their threads are there
     before = held()
     load = Worker._loaded
@@ -329,3 +332,4 @@ def test_a_worker_that_cannot_load_fails_the_start(thread_workers, monkeypatch, 
         pass
     gc.collect()
     assert held() == before
+    own.cleanup()
