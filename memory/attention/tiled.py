@@ -219,10 +219,9 @@ class TiledLocalAttention:
         selection: Selection | None = None,
     ) -> None:
         """is_eager: `begin` attends over earlier keys, because k and v come later. recent: the
-        layers' store of recent tokens. selection: what decoded rows read in layers with bounds.
-        Both only without is_eager."""
+        layers' store of recent tokens, only without is_eager. selection: what decoded rows read in
+        layers with bounds."""
         assert recent is None or not is_eager, "a recent store is read in one call"
-        assert selection is None or not is_eager, "what is selected is read in one call"
         self._selection = selection if layout.has_bounds else None
         self._layout = layout
         self._is_eager = is_eager
@@ -334,7 +333,11 @@ class TiledLocalPlan:
         self._parts = parts
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        begun = self._ops[layer].begin(self._step, q.float()) if self._is_eager else None
+        selects = self._layout.bounds[layer] is not None
+        is_one_call = selects and (self._parts or not self._step.can_begin)
+        begun = None
+        if self._is_eager and not is_one_call:
+            begun = self._ops[layer].begin(self._step, q.float())
         return Ticket(layer, q, begun)
 
     def finish(

@@ -7,7 +7,7 @@ sequence computes what local attention would compute, with the same kernels on t
 that results have the same bits.
 
 With a kv_policy the nodes choose what rows of answers read, by the rule of local attention: they
-are told where each sequence's prompt ends. A node then attends when it has k and v, too.
+are told where each sequence's prompt ends. Single rows choose with q alone, among earlier tiles.
 
 In partition mode `sequence` a node has only some tokens. There the nodes compute prefix attention,
 which needs q alone, `finish` computes the new-token attention locally, and `wait` merges the

@@ -43,6 +43,7 @@ class TiledAttentionStep:
             address, tile_bytes, starts, num_rows, kv_lens, prefix_only
         )
         self._is_prefix_only = prefix_only
+        self._selects = False
 
     def add_recent(self, address: int, tile_bytes: int, starts: Sequence[int]) -> None:
         """Adds the int8 store of the rows' own blocks, as for the other store. Layers that have a
@@ -78,7 +79,14 @@ class TiledAttentionStep:
         assert all(0 <= n <= count for n, count in rows), f"{num_selecting=} of {self._counts}"
         assert len(budgets) == sum(num_selecting), "a budget for each row that selects"
         assert all(n > 0 for n in budgets), f"{budgets=}"
+        self._selects = True
         self.plan.select(list(num_selecting), list(budgets))
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether `TiledAttention.begin` can attend in layers with bounds: tiles are complete and
+        have bounds before k and v of single rows, but not before those of several."""
+        return not self._selects or self.num_single_rows == self.num_rows
 
 
 class TiledAttention:
@@ -137,7 +145,7 @@ class TiledAttention:
             -1 if bounds_offset is None else bounds_offset,
         )
         self.has_bounds = has_bounds
-        self._is_one_call = recent is not None or has_bounds
+        self._is_one_call = recent is not None
 
     def append(
         self, step: TiledAttentionStep, k: Tensor, v: Tensor, rotation: tuple[Tensor, Tensor] | None
@@ -156,8 +164,10 @@ class TiledAttention:
     def begin(self, step: TiledAttentionStep, q: Tensor) -> Tensor:
         """Begins `attend`, before the step's k and v are appended: single rows attend over the
         earlier keys, as far as these fill whole runs of the kernel. Returns what attend takes as
-        `begun`. The step is not prefix_only, and the layer has no recent store and no bounds."""
-        assert not self._is_one_call, "recent and selected K/V is read in one call"
+        `begun`, in the same thread. The step is not prefix_only, and the layer has no recent store.
+        Where rows select, all sequences have one row (`step.can_begin`)."""
+        assert not self._is_one_call, "recent K/V is read in one call"
+        assert not self.has_bounds or step.can_begin, "single rows select"
         heads, _, dim = self._shape
         sums = torch.empty(step.num_single_rows, 2, heads, dim + 2)
         self._attend(step, q, 0, 0, BEGIN, sums.data_ptr())

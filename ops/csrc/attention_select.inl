@@ -16,7 +16,8 @@
 // budgets that they have where their own keys lie after these. A last tile that is not complete is read in any case.
 //
 // Choosing and attending can be two calls, so that the chosen tiles are brought to memory in between. What was
-// chosen stays in memory of the calling thread.
+// chosen stays in memory of the calling thread. Attention can be two calls, too (Phase): a row chooses among tiles
+// that are complete before its own key is written, so the first call chooses and attends to what it can.
 
 namespace MS_ISA {
 namespace {
@@ -351,10 +352,14 @@ void choose_tiles(const Step& step, const AttentionLayer& layer, const float* q,
 // Returns whether the step's rows attend to the keys before the step alone.
 bool has_only_prefixes(const Step& step) { return step.sequences[0].first_position >= step.sequences[0].kv_len; }
 
+bool is_chosen(const Step& step, const AttentionLayer& layer) {
+  return select_memory().step == step.sequences && select_memory().layer == &layer;
+}
+
 bool attend_chosen(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
                    size_t out_stride, float* lse, const RecentStore* recent) {
+  if (!is_chosen(step, layer)) return false;
   const SelectMemory& memory = select_memory();
-  if (memory.step != step.sequences || memory.layer != &layer) return false;
   if (memory.rows.empty()) {
     attend(step, layer, q, q_stride, out, out_stride, lse, {}, recent);
     return true;
@@ -374,8 +379,31 @@ bool attend_chosen(const Step& step, const AttentionLayer& layer, const float* q
   return true;
 }
 
+// One phase of the attention of single rows. Rows with a table are in it what they are in the shorter sequence: the
+// last key is their own.
+void attend_in_phases(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
+                      size_t out_stride, float* lse, const Selection& selection, const Phased& phased) {
+  // between the two calls the thread may have chosen for another step; the choice is the same again
+  if (phased.phase == Phase::begin || !is_chosen(step, layer)) selected(step, layer, q, q_stride, nullptr, selection);
+  SelectMemory& memory = select_memory();
+  float* sums = phased.sums;
+  for (SequenceRows& seq : memory.part)
+    if (seq.tiles) seq.first_position = seq.kv_len - 1;
+  for (const List<SequenceRows>* sequences : {&memory.whole, &memory.part}) {
+    const int count = static_cast<int>(sequences->size());
+    if (count == 0) continue;
+    const Step some{sequences->data(), count, step.tile_bytes};
+    attend(some, layer, q, q_stride, out, out_stride, lse, {phased.phase, sums}, nullptr);
+    sums += 2 * static_cast<size_t>(count) * layer.num_heads * (HeadShape(layer.cache).dim + 2);
+  }
+  if (phased.phase == Phase::finish) memory.step = nullptr;
+}
+
 void attend_selected(const Step& step, const AttentionLayer& layer, const float* q, size_t q_stride, float* out,
-                     size_t out_stride, float* lse, const RecentStore* recent, const Selection& selection) {
+                     size_t out_stride, float* lse, const RecentStore* recent, const Selection& selection,
+                     const Phased& phased) {
+  if (phased.phase != Phase::whole)
+    return attend_in_phases(step, layer, q, q_stride, out, out_stride, lse, selection, phased);
   selected(step, layer, q, q_stride, recent, selection);
   attend_chosen(step, layer, q, q_stride, out, out_stride, lse, recent);
 }

@@ -282,10 +282,10 @@ struct Kernels {
                     int count);
   // Writes the bounds of the tiles that the rows of the step complete, after append_kv.
   void (*bound_keys)(const Step&, const CacheLayer&, const KeyBounds&);
-  // The same as `attend` in one call, but some rows read a part of their tiles. The layer has neither a
-  // window nor slopes.
+  // The same as `attend`, but some rows read a part of their tiles. The layer has neither a window nor slopes. In
+  // two phases all sequences have one row, and one thread makes both calls.
   void (*attend_selected)(const Step&, const AttentionLayer&, const float* q, size_t q_stride, float* out,
-                          size_t out_stride, float* lse, const RecentStore* recent, const Selection&);
+                          size_t out_stride, float* lse, const RecentStore* recent, const Selection&, const Phased&);
   // attend_selected in two calls of one thread, between which the tiles can be brought to memory. The first writes
   // which tiles of each sequence the rows read, a byte for each of its tiles, one sequence after the other. The
   // second returns false unless the thread's last choice was for this step and layer.

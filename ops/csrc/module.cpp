@@ -46,13 +46,13 @@ class QuantizedAttention {
               uintptr_t lse, int phase, uintptr_t sums) const {
     nb::gil_scoped_release release;
     const RecentStore recent{step.recent(), recent_};
+    const Phased phased{static_cast<Phase>(phase), pointer<float>(sums)};
     if (selects(step))
       return kernels().attend_selected(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
                                        pointer<float>(lse), has_recent(step) ? &recent : nullptr,
-                                       step.selection(bounds_offset_));
+                                       step.selection(bounds_offset_), phased);
     kernels().attend(step.get(), layer_, pointer<float>(q), q_stride, pointer<float>(out), out_stride,
-                     pointer<float>(lse), {static_cast<Phase>(phase), pointer<float>(sums)},
-                     has_recent(step) ? &recent : nullptr);
+                     pointer<float>(lse), phased, has_recent(step) ? &recent : nullptr);
   }
   // Writes which tiles of each sequence rows read: all where they do not select.
   void choose(const StepPlan& step, uintptr_t q, size_t q_stride, uintptr_t is_read) const {

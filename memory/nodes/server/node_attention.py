@@ -75,7 +75,7 @@ class TiledNodeAttention:
         self.local: PlannedAttention = TiledLocalAttention(
             layout,
             address,
-            is_eager=not selects,  # what is selected is read in one call, with the row's own key
+            is_eager=True,
             selection=selection if selects else None,
         )
         self.partial: PartialAttention = TiledPartialAttention(layout, address, is_eager=True)

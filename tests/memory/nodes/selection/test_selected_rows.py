@@ -16,6 +16,7 @@ from memory.attention import tiled
 from memory.nodes.wire import ErrorCode, Kind
 from memory.policies.setting import KVPolicy
 from ops.cpu import native_library
+from ops.cpu.native_tiled_attention import TiledAttention
 from quant.kv import TILE_TOKENS
 from tests.memory.nodes.test_own_rows import Local, steps_of
 from tests.support.engine.raw_engine import WHOLE, RawEngine, Witness
@@ -108,6 +109,26 @@ def test_results_have_the_bits_of_local_attention(kv_dtype, names, partition, wi
     rig.close()
     whole = local_results(Local(layers, kv_dtype), layers)
     assert not is_same(expected, whole), "the policy changes what rows read"
+
+
+def test_single_rows_attend_before_their_k_and_v_are_there(monkeypatch):
+    """A node begins steps in which each sequence has one row, and only these."""
+    begun = []
+    begin = TiledAttention.begin
+
+    def note(op, step, q):
+        begun.append((step.num_single_rows, step.num_rows))
+        return begin(op, step, q)
+
+    monkeypatch.setattr(TiledAttention, "begin", note)
+    layers = layers_of(2)
+    rig = RemoteRig(layers, ("a",), "head", "int8", kv_policy=QUEST)
+    results(rig, layers)
+    rig.close()
+    counts = [[n for _, n, _ in rows] for rows, _ in drawn_steps(layers)]
+    single = [sum(rows) for rows in counts if max(rows) == 1]
+    assert single, "steps of single rows are drawn"
+    assert begun == [(n, n) for n in single for _ in layers]
 
 
 @pytest.mark.parametrize(("names", "partition"), [("ab", "head"), ("ab", "request")])
