@@ -117,9 +117,12 @@ class MappedExperts:
 
 
 class Llama:
-    """A model of llama.cpp that tells which experts a layer has chosen before it uses them."""
+    """A model of llama.cpp. is_watched: it tells which experts a layer has chosen before it uses
+    them."""
 
-    def __init__(self, path: Path, threads: int, requests: int, length: int) -> None:
+    def __init__(
+        self, path: Path, threads: int, requests: int, length: int, *, is_watched: bool = True
+    ) -> None:
         self.lib: Any = importlib.import_module("llama_cpp.llama_cpp")
         lib = self.lib
         lib.llama_backend_init()
@@ -131,10 +134,14 @@ class Llama:
         params.use_extra_bufts = False  # weights stay as they are in the file
         self._model = lib.llama_model_load_from_file(str(path).encode(), params)
         context = lib.llama_context_default_params()
-        context.n_ctx, context.n_seq_max = max(512, length) * requests, requests
+        # as little memory as there can be: requests share the K/V
+        context.n_ctx, context.n_seq_max = max(512, length * requests), requests
+        context.kv_unified = True
+        context.n_batch = context.n_ubatch = max(32, length * requests)
         context.n_threads = context.n_threads_batch = threads
         self._callback = lib.ggml_backend_sched_eval_callback(self._evaluated)
-        context.cb_eval = self._callback
+        if is_watched:
+            context.cb_eval = self._callback
         self._context = lib.llama_init_from_model(self._model, context)
         if not self._context:
             raise SystemExit(f"llama.cpp does not load {path}")

@@ -35,12 +35,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
+from bench.common.safetensors_writer import INDEX, SINGLE
 from bench.streaming.expert_memory import Access, Expert
 from bench.streaming.expert_traces import heat_hits, lru_hits, oracle_hits
 from bench.streaming.mapped_server import MappedServer
@@ -231,11 +233,16 @@ def packed_file(folder: Path) -> Path:
 
 def mixture_checkpoint() -> Path:
     """Returns an OLMoE with few layers, which is written once."""
-    path = cache_folder() / "random-olmoe-few-layers"
-    if not (path / "model.safetensors").exists():
-        config = config_of("olmoe-1b-7b") | {"num_hidden_layers": _MIXTURE_LAYERS}
+    config = config_of("olmoe-1b-7b") | {"num_hidden_layers": _MIXTURE_LAYERS}
+    return written("random-olmoe-few-layers", config)
+
+
+def written(name: str, config: dict[str, Any]) -> Path:
+    """Returns a checkpoint with random weights of this configuration, which is written once."""
+    path = cache_folder() / name
+    if not any((path / file).exists() for file in (SINGLE, INDEX)):
         path.mkdir(parents=True, exist_ok=True)
-        write_random(path, config, "a mixture of few layers", has_weights=True)
+        write_random(path, config, name.removeprefix("random-"), has_weights=True)
     return path
 
 
