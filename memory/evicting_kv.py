@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from memory.kv_manager import KVManager
 from memory.kv_memory import KVMemory
-from memory.pages.kv_range import Range
+from memory.pages.kv_range import Range, RangePart
 
 
 class Mover(Protocol):
@@ -23,63 +24,75 @@ class Mover(Protocol):
 
 
 class EvictingKV(KVManager):
-    """A KVManager of one layer group without a window. Range.dropped tells how many of a sequence's
-    tokens its range holds no more: the token at position p, if it is newer than the last move, is
-    at p - dropped. num_dropped_tokens: all that were dropped since the start."""
+    """A KVManager of layer groups without windows. Range.dropped tells how many of a sequence's
+    tokens no group holds any more: the token at position p, if it is newer than the last move, is
+    at p - dropped. A group may hold fewer tokens than the range has (RangePart.num_fewer): its
+    tokens are at so much lower places. num_dropped_tokens: all that were dropped since the
+    start."""
 
     num_dropped_tokens = 0
 
-    def can_shrink(self, target: Range, num_tokens: int) -> bool:
+    def can_shrink(self, target: Range, counts: Sequence[int]) -> bool:
         """Returns whether there are pages for `shrink`: pages that the prefix cache or another
         range holds are not written to, so that others take their place."""
-        if not self._is_shared(target, num_tokens):
+        if not self._is_shared(target, counts):
             return True
         index, references = self.prefixes.index, self.allocator.num_references
-        (part,) = target.parts
-        freed = sum([references(page) - (page in index) == 1 for page in part.pages])
-        return part.group.slots_for(num_tokens) <= self.num_available + freed
+        freed = sum([references(page) - (page in index) == 1 for page in target.pages])
+        return self.layout.pages_of(counts) <= self.num_available + freed
 
-    def shrink(self, target: Range, num_tokens: int, dropped: int, mover: Mover) -> None:
-        """Lets `mover` move what stays to the first num_tokens places, and releases the pages that
-        are left. dropped: the tokens of the sequence that the range does not hold any more.
-        Raises OSError if pages cannot be mapped; then what the range held is lost."""
-        (part,) = target.parts
-        assert not part.num_released and part.group.window is None, "one group, no window"
+    def shrink(self, target: Range, counts: Sequence[int], dropped: int, mover: Mover) -> None:
+        """Lets `mover` move what stays to the first places, and releases the pages that are left.
+
+        counts: the tokens that each group holds from now on; the range has the most of them.
+        dropped: the tokens of the sequence that no group holds any more. Raises OSError if pages
+        cannot be mapped; then what the range held is lost.
+        """
+        assert all(part.group.window is None for part in target.parts), "no windows"
         self.space.settle()
         self.commit([target])
-        num_slots = part.group.slots_for(num_tokens)
-        num_before = len(part.pages)
-        is_shared = self._is_shared(target, num_tokens)
+        is_shared = self._is_shared(target, counts)
         taken: object = None
         if is_shared:
             taken = mover.take()
         else:
             mover.move()
-        kept = 0 if is_shared else num_slots
-        released = part.pages[kept:]
-        del part.pages[kept:]
-        part.num_mapped = min(part.num_mapped, kept)
-        part.num_offered = part.num_cached = 0
-        for page in released:
-            self.prefixes.release(page)
+        for part, count in zip(target.parts, counts, strict=True):
+            self._release_from(part, 0 if is_shared else part.group.slots_for(count))
+            part.num_fewer = max(counts) - count
         if is_shared:
-            self._mapper.extend(part, num_slots)
-        self._num_held += num_slots - num_before
+            for part, count in zip(target.parts, counts, strict=True):
+                num_slots = part.group.slots_for(count)
+                self._mapper.extend(part, num_slots)
+                self._num_held += num_slots
         self.num_dropped_tokens += dropped - target.dropped
         target.dropped = dropped
         target.promised_tokens = 0
         self._update_promise(target)
         self._note_growth(target)
-        if part.is_committed:
+        if all(part.is_committed for part in target.parts):
             self._mapper.due.discard(target.index)
         if is_shared:
             self.commit([target])
             mover.put(taken)
 
-    def _is_shared(self, target: Range, num_tokens: int) -> bool:
-        (part,) = target.parts
+    def _release_from(self, part: RangePart, first: int) -> None:
+        """Releases the pages of the slots from `first` on."""
+        released = part.pages[first:]
+        del part.pages[first:]
+        part.num_mapped = min(part.num_mapped, first)
+        part.num_offered = part.num_cached = 0
+        for page in released:
+            self.prefixes.release(page)
+        self._num_held -= len(released)
+
+    def _is_shared(self, target: Range, counts: Sequence[int]) -> bool:
         references = self.allocator.num_references
-        return any(references(page) > 1 for page in part.pages[: part.group.slots_for(num_tokens)])
+        return any(
+            references(page) > 1
+            for part, count in zip(target.parts, counts, strict=True)
+            for page in part.pages[: part.group.slots_for(count)]
+        )
 
     def close(self, target: Range) -> None:
         super().close(target)

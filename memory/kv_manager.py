@@ -285,7 +285,7 @@ class KVManager:
         for part in target.parts:
             if part.group.window is not None:
                 self._release_behind(part, part.group.first_slot(num_computed))
-            missing.append(max(0, part.group.slots_for(num_tokens) - len(part.pages)))
+            missing.append(max(0, part.slots_for(num_tokens) - len(part.pages)))
         self.lent.ask(sum(missing) - self.num_available)
         has_room = sum(missing) <= self.num_available
         if has_room:
@@ -299,7 +299,7 @@ class KVManager:
         return has_room
 
     def _note_growth(self, target: Range) -> None:
-        target.capacity = min([part.group.capacity(len(part.pages)) for part in target.parts])
+        target.capacity = min([part.capacity for part in target.parts])
         self._mapper.due.add(target.index)
 
     def _release_behind(self, part: RangePart, first: int) -> None:

@@ -113,7 +113,7 @@ class RangeMapper:
             eager = min(_EAGER_TOKENS, max_tokens)
             needs = [*needs, (self._idle.best(eager), eager)]
         jobs = [
-            self._pages_ahead(part, part.group.slots_for(num_tokens))
+            self._pages_ahead(part, part.slots_for(num_tokens))
             for target, num_tokens in needs
             for part in target.parts
         ]

@@ -338,7 +338,7 @@ class SegmentedKV:
         accounting of this machine does not know."""
         own, capacity = self.max_model_len, 0
         if target.start not in self.begun_away:
-            own = min([part.group.capacity(len(part.pages)) for part in target.parts])
+            own = min([part.capacity for part in target.parts])
             capacity = self._length
         for _, part in self._segments_of(target):
             capacity += min(part.capacity, self._length)

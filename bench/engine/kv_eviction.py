@@ -27,11 +27,13 @@ _ANSWER, _TIMED = 200, 100
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """prompt_s: until every sequence has a token. step_ms: the median step behind that. pages,
-    held: in use then, and the tokens of which K/V is held, if some is dropped."""
+    """prompt_s: until every sequence has a token. step_ms: the median step behind that. num_bytes,
+    pages, held: of K/V in use then, and the tokens of which a layer holds K/V, if some is dropped.
+    Pages of layer groups are smaller."""
 
     prompt_s: float
     step_ms: float
+    num_bytes: int
     pages: int
     held: int
 
@@ -63,7 +65,7 @@ async def _round(engine: Engine, num_sequences: int, num_prompt: int) -> Figures
     prompts = [[rng.randrange(300, 4000) for _ in range(num_prompt)] for _ in range(num_sequences)]
     streams = [engine.submit({"prompt_token_ids": ids}, params) for ids in prompts]
     started: dict[int, float] = {}
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, int]] = []
     times: list[float] = []
 
     async def consume(number: int) -> None:
@@ -79,7 +81,8 @@ async def _round(engine: Engine, num_sequences: int, num_prompt: int) -> Figures
             if is_last and count > 4 and not seen:
                 stats = engine.stats()
                 if stats.num_running == num_sequences:
-                    seen.append((stats.pages_in_use, stats.held_tokens))
+                    pages = stats.pages_in_use
+                    seen.append((pages * stats.kv_page_bytes, pages, stats.held_tokens))
             last = now
 
     await asyncio.gather(*map(consume, range(num_sequences)))
@@ -96,13 +99,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     title = f"{given.sequences} sequences, {given.prompt} prompt tokens each, budget {given.budget}"
     table = Table(title=title)
-    for name in ("policy", "prompts, s", "step, ms", "pages", "tokens held"):
+    for name in ("policy", "prompts, s", "step, ms", "MiB", "pages", "tokens held"):
         table.add_column(name, justify="left" if name == "policy" else "right")
     for name in _POLICIES:
         policy = name if name == "off" else f"{name}:budget={given.budget}"
         found = asyncio.run(_measure(policy, given.sequences, given.prompt))
-        shown = [f"{found.prompt_s:.2f}", f"{found.step_ms:.2f}", f"{found.pages:,}"]
-        table.add_row(name, *shown, f"{found.held:,}" if found.held else "all")
+        shown = [f"{found.prompt_s:.2f}", f"{found.step_ms:.2f}", f"{found.num_bytes / 2**20:.1f}"]
+        held = f"{found.held:,}" if found.held else "all"
+        table.add_row(name, *shown, f"{found.pages:,}", held)
     tables.console().print(table)
 
 

@@ -2,7 +2,8 @@
 
 A sequence's K/V length is its tokens without those that all layers have dropped; where layers keep
 different numbers, its places are those of the layer that keeps the most, and the others are
-attended to with shorter lengths. Keys stay rotated by the positions they had.
+attended to with shorter lengths. Keys stay rotated by the positions they had. Layers that keep less
+may be in layer groups of their own (layer_groups.py), whose pages behind their lengths are free.
 
 It wraps a local implementation of the seam. A step without rows that give scores, and without
 sequences whose layers differ, is planned by that one alone.
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
+from memory.attention.grouped import GroupedAttention
 from memory.attention.seam import (
     Attention,
     AttentionLayer,
@@ -64,11 +66,16 @@ class EvictingAttention:
         store: TokenStore,
         setting: KVPolicy,
     ) -> None:
-        """inner: local attention over K/V that `store` gives access to."""
+        """inner: local attention over K/V that `store` gives access to; that of groups of
+        neighbouring layers, or of all."""
         heads = {layer.num_kv_heads for layer in layers}
         assert len(heads) == 1, "layers with equal numbers of K/V heads"
         self._inner = inner
         self._num_layers, self._num_heads = len(layers), heads.pop()
+        self._groups: list[PlannedAttention] = [inner]
+        self.layers_of: Sequence[Sequence[int]] = [range(len(layers))]
+        if isinstance(inner, GroupedAttention):
+            self._groups, self.layers_of = inner.groups, inner.layers_of
         self.store = store
         self.setting = setting
         self.policy = policy_of(setting)
@@ -77,7 +84,8 @@ class EvictingAttention:
     # ---- sequences, by the starts of their ranges
 
     def schedule(self, num_prompt: int) -> DropSchedule:
-        return DropSchedule(self.setting, num_prompt, self._num_layers)
+        firsts = [numbers[0] for numbers in self.layers_of]
+        return DropSchedule(self.setting, num_prompt, self._num_layers, firsts)
 
     def first_scored(self, num_prompt: int, num_answer: int) -> int:
         """Returns the first position of a sequence whose row gives scores, so that it has to be
@@ -152,14 +160,15 @@ class EvictingAttention:
         return _ScoringPlan(plan, self.store.scorer(scored)) if scored else plan
 
     def _layered(self, step: AttentionStep, shorter: Sequence[Sequence[int]]) -> Attention:
-        plans: dict[tuple[int, ...], Attention] = {}
-        by_layer: list[Attention] = []
-        for layer in range(self._num_layers):
-            pairs = zip(step.kv_lens, shorter, strict=True)
-            lengths = tuple([length - (less[layer] if less else 0) for length, less in pairs])
-            if lengths not in plans:
-                plans[lengths] = self._inner.plan(replace(step, kv_lens=lengths))
-            by_layer.append(plans[lengths])
+        by_layer: list[tuple[Attention, int]] = []
+        for group, numbers in zip(self._groups, self.layers_of, strict=True):
+            plans: dict[tuple[int, ...], Attention] = {}
+            for position, layer in enumerate(numbers):
+                pairs = zip(step.kv_lens, shorter, strict=True)
+                lengths = tuple([length - (less[layer] if less else 0) for length, less in pairs])
+                if lengths not in plans:
+                    plans[lengths] = group.plan(replace(step, kv_lens=lengths))
+                by_layer.append((plans[lengths], position))
         return _LayeredPlan(by_layer)
 
     def _rows(
@@ -207,16 +216,18 @@ def _extended(values: Floats | None, more: Floats) -> Floats:
 
 class Choice:
     """The places of one sequence that stay. It moves their tokens to the first places of the
-    range, as `EvictingKV.shrink` asks for it. num_tokens: how many stay in the layer that keeps the
-    most; dropped: how many of the sequence are dropped then."""
+    range, as `EvictingKV.shrink` asks for it. counts: how many stay in each layer group, in its
+    layer that keeps the most; dropped: how many of the sequence no layer has then."""
 
     def __init__(
         self, attention: EvictingAttention, start: int, num_computed: int, kept: Sequence[Kept]
     ) -> None:
         self._attention, self._start = attention, start
         self._num_computed, self._kept = num_computed, kept
-        self.num_tokens = max(tokens.shape[1] for tokens in kept)
-        self.dropped = num_computed - self.num_tokens
+        self.counts = [
+            max(kept[layer].shape[1] for layer in numbers) for numbers in attention.layers_of
+        ]
+        self.dropped = num_computed - max(self.counts)
 
     def move(self) -> None:
         self._attention.store.move(self._start, self._kept)
@@ -252,13 +263,16 @@ class _ScoringPlan:
 class _LayeredPlan:
     """Attention for a step in which layers have different K/V lengths."""
 
-    def __init__(self, plans: Sequence[Attention]) -> None:
+    def __init__(self, plans: Sequence[tuple[Attention, int]]) -> None:
+        """plans: for each layer, its plan and its number there."""
         self._plans = plans
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        return self._plans[layer].begin(layer, q)
+        plan, position = self._plans[layer]
+        return plan.begin(position, q)._replace(layer=layer)
 
     def finish(
         self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
     ) -> Pending:
-        return self._plans[ticket.layer].finish(ticket, k, v, rotation)
+        plan, position = self._plans[ticket.layer]
+        return plan.finish(ticket._replace(layer=position), k, v, rotation)

@@ -26,7 +26,8 @@ class GroupedAttention:
         self, groups: Sequence[PlannedAttention], layers_of: Sequence[Sequence[int]]
     ) -> None:
         """layers_of: for each group, the numbers of its layers in the model."""
-        self._groups = list(groups)
+        self.groups = list(groups)
+        self.layers_of = layers_of
         self._positions = {
             layer: (group, position)
             for group, layers in enumerate(layers_of)
@@ -35,10 +36,10 @@ class GroupedAttention:
 
     @property
     def is_remote(self) -> bool:
-        return any(group.is_remote for group in self._groups)
+        return any(group.is_remote for group in self.groups)
 
     def plan(self, step: AttentionStep) -> GroupedPlan:
-        return GroupedPlan([group.plan(step) for group in self._groups], self._positions)
+        return GroupedPlan([group.plan(step) for group in self.groups], self._positions)
 
 
 class GroupedPlan:

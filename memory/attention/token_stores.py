@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -171,6 +171,49 @@ class PlainTokens:
         assert isinstance(taken, list)
         for cache, tokens in zip(self._layers, taken, strict=True):
             cache[start : start + len(tokens)] = tokens
+
+
+class GroupedTokens:
+    """K/V of layer groups, each in a store of its own; each has the layers that follow those of the
+    one before."""
+
+    def __init__(self, stores: Sequence[TokenStore], layers_of: Sequence[Sequence[int]]) -> None:
+        """layers_of: for each store, the numbers of its layers in the model."""
+        spans = [slice(numbers[0], numbers[-1] + 1) for numbers in layers_of]
+        self._parts = list(zip(stores, spans, strict=True))
+
+    def scorer(self, scored: Sequence[ScoredRows]) -> KeyScorer:
+        scorers: list[tuple[KeyScorer, int]] = []
+        for store, span in self._parts:
+            own = [
+                replace(it, sums=it.sums[span], noise=None if it.noise is None else it.noise[span])
+                for it in scored
+            ]
+            scorer = store.scorer(own)
+            scorers += [(scorer, position) for position in range(span.stop - span.start)]
+        return _GroupedScorer(scorers)
+
+    def move(self, start: int, kept: Sequence[Kept]) -> None:
+        for store, span in self._parts:
+            store.move(start, kept[span])
+
+    def take(self, start: int, kept: Sequence[Kept]) -> object:
+        return [store.take(start, kept[span]) for store, span in self._parts]
+
+    def put(self, start: int, taken: object) -> None:
+        assert isinstance(taken, list)
+        for (store, _), own in zip(self._parts, taken, strict=True):
+            store.put(start, own)
+
+
+class _GroupedScorer:
+    def __init__(self, scorers: Sequence[tuple[KeyScorer, int]]) -> None:
+        """scorers: for each layer, what scores its keys, and its number there."""
+        self._scorers = scorers
+
+    def add(self, layer: int, q: Tensor) -> None:
+        scorer, position = self._scorers[layer]
+        scorer.add(position, q)
 
 
 class _TorchScorer:

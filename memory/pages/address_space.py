@@ -299,7 +299,7 @@ def check_ranges(
     for item in ranges:
         assert item.is_open != (item.index in idle), f"range {item.index}"
         assert item.is_open or not (item.pages or item.promised_pages), f"range {item.index}"
-        most = min(p.group.capacity(len(p.pages)) for p in item.parts)
+        most = min(p.capacity for p in item.parts)
         has_more = any(p.group.layers.max_tokens is not None for p in item.parts)  # in other memory
         is_elsewhere = has_more and (item.capacity < most or not item.pages)
         assert item.capacity == most or is_elsewhere, f"range {item.index}"

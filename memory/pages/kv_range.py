@@ -25,6 +25,7 @@ class RangePart:
     num_cached: the leading slots that the prefix cache holds with these very pages; it keeps them
         while this range holds them.
     newest: the page keys of the last state that was offered to the prefix cache.
+    num_fewer: how many tokens fewer than the range the group's layers hold (evicting_kv.py).
     """
 
     group: GroupPages
@@ -37,13 +38,23 @@ class RangePart:
     num_offered: int = 0
     num_cached: int = 0
     newest: list[bytes] = field(default_factory=list)
+    num_fewer: int = 0
 
     def clear(self) -> None:
         self.pages.clear()
         self.copies.clear()
         self.newest.clear()
         self.num_released = self.num_mapped = self.num_unmapped = 0
-        self.num_offered = self.num_cached = 0
+        self.num_offered = self.num_cached = self.num_fewer = 0
+
+    def slots_for(self, num_tokens: int) -> int:
+        """Returns how many slots the part has where the range has num_tokens tokens."""
+        return self.group.slots_for(num_tokens - self.num_fewer)
+
+    @property
+    def capacity(self) -> int:
+        """The tokens that the range can have with the part's pages."""
+        return self.group.capacity(len(self.pages)) + self.num_fewer
 
     @property
     def held(self) -> list[int]:

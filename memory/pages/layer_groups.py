@@ -1,11 +1,12 @@
 """Layer groups: layers that need the K/V of the same tokens share pages. Integers only.
 
-Layers with full attention are one group, and the layers of each sliding window are another one. A
-group has its own bytes per token, so its pages hold another number of tokens than those of other
-groups, but all groups take pages from one pool. A range begins at the same token in all groups and
-has addresses for all of its tokens: virtual memory costs nothing, and the K/V of position p stays
-at start + p in every layer. The page slots behind a window lose their pages. (Groups of one page
-size: after Jenga, arXiv 2503.18292, which cuts small pages from large ones.)
+Layers with full attention are one group, and the layers of each sliding window are another one;
+where upper layers keep less (evicting_kv.py), neighbouring layers are a group. A group has its own
+bytes per token, so its pages hold another number of tokens than those of other groups, but all
+groups take pages from one pool. A range begins at the same token in all groups and has addresses
+for all of its tokens: virtual memory costs nothing, and the K/V of position p stays at start + p in
+every layer. The page slots behind a window lose their pages. (Groups of one page size: after Jenga,
+arXiv 2503.18292, which cuts small pages from large ones.)
 """
 
 from __future__ import annotations
@@ -173,6 +174,11 @@ class PageLayout:
     def pages_for(self, num_tokens: int) -> int:
         """Returns the most pages that a sequence holds until it has num_tokens tokens."""
         return sum([min(g.slots_for(num_tokens), g.max_pages) for g in self.groups])
+
+    def pages_of(self, num_tokens: Sequence[int]) -> int:
+        """Returns the pages of a sequence of which each group holds so many tokens."""
+        parts = zip(self.groups, num_tokens, strict=True)
+        return sum([group.slots_for(count) for group, count in parts])
 
     def pages_at(self, num_tokens: int) -> int:
         """Returns the most pages that a sequence holds while it decodes at num_tokens tokens; of

@@ -41,6 +41,11 @@ class KVPolicy:
         return self.name in EVICTIONS
 
     @property
+    def shrinks(self) -> bool:
+        """Whether upper layers keep less than lower ones."""
+        return self.name == "pyramid"
+
+    @property
     def selects(self) -> bool:
         """Whether all K/V is kept, and a part of it is read."""
         return self.name in SELECTIONS

@@ -32,9 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(Mover, Protocol):
-    """The tokens of a sequence that stay: num_tokens of them; `dropped` are dropped in all."""
+    """The tokens of a sequence that stay: so many in each layer group; `dropped` are dropped in
+    all."""
 
-    num_tokens: int
+    counts: list[int]
     dropped: int
 
     def settle(self) -> None:
@@ -120,13 +121,13 @@ class EvictingScheduler(Scheduler):
         num_tokens = sequence.num_computed_tokens
         assert num_tokens == sequence.drop_at, f"{num_tokens} computed, {sequence.drop_at} due"
         choice = self._eviction.choose(target.start, num_tokens)
-        while not self._evicting_kv.can_shrink(target, choice.num_tokens):
+        while not self._evicting_kv.can_shrink(target, choice.counts):
             victim = self.waiting.victim([s for s in self.running if s.kv_range is not None])
             self._preempt(victim)
             self.policy.stopped(victim)
             if victim is sequence:
                 return
-        self._evicting_kv.shrink(target, choice.num_tokens, choice.dropped, choice)
+        self._evicting_kv.shrink(target, choice.counts, choice.dropped, choice)
         choice.settle()
         sequence.drop_at = drops.next_drop(num_tokens, choice.dropped)
         sequence.recheck_at, sequence.next_cacheable_at = 0, NEVER

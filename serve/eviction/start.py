@@ -6,11 +6,17 @@ import logging
 from collections.abc import Sequence
 
 from memory.attention.evicting import EvictingAttention
+from memory.attention.grouped import GroupedAttention
 from memory.attention.layouts import Layout
 from memory.attention.local import LocalAttention
 from memory.attention.seam import AttentionLayer, PlannedAttention
 from memory.attention.tiled import TiledKVLayout
-from memory.attention.token_stores import PlainTokens, TiledTokens, TokenStore
+from memory.attention.token_stores import (
+    GroupedTokens,
+    PlainTokens,
+    TiledTokens,
+    TokenStore,
+)
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.models import ModelSpec
@@ -66,19 +72,27 @@ def with_eviction(
     config: EngineConfig,
     spec: ModelSpec,
     inner: PlannedAttention,
-    layout: Layout,
-    address: int,
+    layouts: Sequence[Layout],
+    addresses: Sequence[int],
 ) -> PlannedAttention:
-    """Returns local attention over K/V at `address` that drops tokens, as the policy does."""
+    """Returns local attention that drops tokens, as the policy does. layouts, addresses: those of
+    the K/V of each layer group."""
     policy = config.policy
     assert policy is not None and policy.evicts
+    layers = [layer for layout in layouts for layer in layout.layers]
     max_len = config.max_model_len or spec.max_model_len
-    check_layers(f"kv_policy {policy.name}", spec.model_type, layout.layers, max_len)
-    store: TokenStore
-    if isinstance(layout, TiledKVLayout):
-        store = TiledTokens(layout, address)
+    check_layers(f"kv_policy {policy.name}", spec.model_type, layers, max_len)
+    if isinstance(inner, GroupedAttention):
+        parts = zip(inner.groups, layouts, addresses, strict=True)
+        store: TokenStore = GroupedTokens([_store(*it) for it in parts], inner.layers_of)
     else:
-        assert isinstance(inner, LocalAttention)
-        store = PlainTokens(inner.cache)
+        store = _store(inner, layouts[0], addresses[0])
     logger.info("kv_policy %s: K/V of sequences is dropped beyond the budget", config.kv_policy)
-    return EvictingAttention(inner, layout.layers, store, policy)
+    return EvictingAttention(inner, layers, store, policy)
+
+
+def _store(inner: PlannedAttention, layout: Layout, address: int) -> TokenStore:
+    if isinstance(layout, TiledKVLayout):
+        return TiledTokens(layout, address)
+    assert isinstance(inner, LocalAttention)
+    return PlainTokens(inner.cache)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,11 +14,13 @@ from memory.attention.layouts import Layout, make_layout
 from memory.attention.seam import AttentionLayer, layers_in
 from memory.attention.tiled import TILED_TYPES, TiledKVLayout, is_selectable
 from memory.pages.layer_groups import LayerGroup, kept_bytes
+from memory.policies.drop_schedule import layer_budgets
 from memory.policies.selection import Selection, selection_of
 from memory.policies.setting import parse_kv_policy
 from quant.kv import RECENT_BLOCK
 from serve.config import EngineConfig
 from serve.errors import ConfigError
+from serve.loading.kv_sizing import page_bytes_of
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
 
@@ -26,6 +29,9 @@ if TYPE_CHECKING:
     from memory.states.layout import StateLayout
 
 logger = logging.getLogger(__name__)
+
+_MOST_GROUPS = 8  # of layers without windows
+_PROMPT_TOKENS = 2048  # of the sequence for which their number is chosen, if its context allows
 
 
 def kv_layout(
@@ -174,12 +180,55 @@ def state_layout(
     return StateLayout(layers, interval, num_drafts)
 
 
+def grouped_layers(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer], max_len: int
+) -> list[tuple[int | None, list[int]]]:
+    """Returns the window and the layer numbers of each layer group: those of `group_layers`, or
+    groups of neighbouring layers where kv_policy lets upper layers keep less."""
+    groups = group_layers(layers, max_len)
+    if config.policy is None or not config.policy.shrinks:
+        return groups
+    return [(None, numbers) for numbers in part_layers(config, precision, layers, max_len)]
+
+
+def part_layers(
+    config: EngineConfig, precision: Precision, layers: Sequence[AttentionLayer], max_len: int
+) -> list[list[int]]:
+    """Returns the layer numbers of each group of neighbouring layers: of as many groups as hold
+    least.
+
+    A group holds as many tokens as its first layer keeps, so more groups hold less. But the last
+    page of each is half empty on average, so that rounding takes more than it gives beyond some
+    number: about the square root of the pages of a sequence's budget.
+    """
+    policy = config.policy
+    assert policy is not None, "a policy whose budgets differ"
+    budgets = layer_budgets(policy, policy.budget(min(_PROMPT_TOKENS, max_len)), len(layers))
+
+    def held_bytes(parts: Sequence[Sequence[int]]) -> int:
+        """Returns the bytes that a sequence's groups hold on average."""
+        layouts = [kv_layout(config, precision, layers_in(layers, numbers)) for numbers in parts]
+        groups = layer_groups(layouts, [None] * len(parts))
+        held = zip(groups, [budgets[numbers[0]] for numbers in parts], strict=True)
+        rounding = len(parts) * page_bytes_of(config, groups, max_len) // 2
+        return sum([group.token_bytes * count for group, count in held]) + rounding
+
+    most = min(_MOST_GROUPS, len(layers))
+    return min([_parts(len(layers), count) for count in range(1, most + 1)], key=held_bytes)
+
+
+def _parts(num_layers: int, count: int) -> list[list[int]]:
+    ends = [number * num_layers // count for number in range(count + 1)]
+    return [[*range(first, end)] for first, end in pairwise(ends)]
+
+
 def expected_groups(
     config: EngineConfig, precision: Precision, spec: ModelSpec
 ) -> list[LayerGroup]:
     """Returns the layer groups of a model that is not loaded."""
     layers = spec.attention_layers
-    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
+    max_len = config.max_model_len or spec.max_model_len
+    groups = grouped_layers(config, precision, layers, max_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     most = config.kvp_segment_tokens if config.holders else None
     found = layer_groups(layouts, [window for window, _ in groups], most)

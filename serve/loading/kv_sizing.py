@@ -64,9 +64,7 @@ def size_kv(
                 f"max_model_len {config.max_model_len} is above the model's {max_len}"
             )
         max_len = config.max_model_len
-    # More than all sequences at full length is never used.
-    whole = int(_most_bytes(config, groups, max_len) * _MOST_PADDING)
-    most = config.max_num_seqs * (whole + _MAX_PAGE_BYTES)
+    most = _most_used(config, groups, max_len)
     if config.kv_cache_bytes is not None:
         budget = _granted(config.kv_cache_bytes, most, free_bytes)
     else:
@@ -103,6 +101,20 @@ def size_kv(
             )
         max_len = fits
     return KVSizes(page, padded, num_pages, max_len)
+
+
+def page_bytes_of(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
+    """Returns the bytes of a page that `size_kv` gives K/V in this machine's memory."""
+    if config.kv_page_bytes is not None:
+        return config.kv_page_bytes
+    memory = config.kv_cache_bytes or local_kv_bytes()
+    return _page_of_groups(groups, min(memory, _most_used(config, groups, max_len)))[0]
+
+
+def _most_used(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
+    """Returns the bytes of all sequences at full length; more are never used."""
+    whole = int(_most_bytes(config, groups, max_len) * _MOST_PADDING)
+    return config.max_num_seqs * (whole + _MAX_PAGE_BYTES)
 
 
 def _most_bytes(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
@@ -189,7 +201,13 @@ def _padded_for(groups: Sequence[LayerGroup], page_bytes: int) -> list[LayerGrou
 
 
 def _page_of_groups(groups: Sequence[LayerGroup], budget: int) -> tuple[int, list[LayerGroup]]:
-    """Returns the bytes of a page, chosen for the widest group, and the groups padded for it."""
+    """Returns the bytes of a page, chosen for the widest group, and the groups padded for it. Pages
+    of several groups without windows (kv_layouts.py) are small, and tiles may cross them."""
+    if sum([group.window is None for group in groups]) > 1:
+        page = _MIN_PAGE_BYTES
+        while budget // page > _MAX_PAGES:
+            page *= 2
+        return page, _padded_for(groups, page)
     states = [group for group in groups if group.is_state]
     groups = [group for group in groups if not group.is_state]
     widest = max(groups, key=lambda group: group.token_bytes)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from memory.attention.chunked import ChunkedAttention
-from memory.attention.grouped import GroupedAttention, group_layers
+from memory.attention.grouped import GroupedAttention
 from memory.attention.layouts import Layout, local_attention
 from memory.attention.seam import PlannedAttention, layers_in
 from memory.attention.tiled import RecentLayers, RecentStore, TiledKVLayout
@@ -29,6 +29,7 @@ from serve.loading.disk_store import use_stores
 from serve.loading.footprint import weight_budget
 from serve.loading.kv_layouts import (
     check_policy,
+    grouped_layers,
     kv_layout,
     layer_groups,
     open_selection,
@@ -246,7 +247,8 @@ def load_local(
     policy = config.policy if config.policy is not None and config.policy.evicts else None
     layers = model.attention_layers()
     selection = open_selection(config, precision, layers)
-    groups = group_layers(layers, config.max_model_len or spec.max_model_len)
+    max_len = config.max_model_len or spec.max_model_len
+    groups = grouped_layers(config, precision, layers, max_len)
     layouts = [kv_layout(config, precision, layers_in(layers, ids)) for _, ids in groups]
     windows = [window for window, _ in groups]
     stored = layer_groups(layouts, windows, config.kvp_segment_tokens if config.holders else None)
@@ -283,7 +285,8 @@ def load_local(
         if policy is not None:
             from serve.eviction.start import with_eviction
 
-            attention = with_eviction(config, spec, attention, layouts[0], address)
+            starts = [address + kv.group_offset(i) for i in range(len(groups))]
+            attention = with_eviction(config, spec, attention, layouts, starts)
         if states is not None:
             attention = _with_states(attention, kv, states, address)
         stores = use_stores(config, precision, kv, memory, backend)

@@ -80,7 +80,7 @@ class WorstCasePolicy(MemoryPolicy):
         self._reserved = 0
 
     def _pages(self, sequence: Sequence) -> int:
-        return self._kv.pages_for(sequence.most_held_tokens)
+        return sequence.most_pages(self._kv)
 
     def admits(
         self,

@@ -20,7 +20,8 @@ def entry_of(
 ) -> ForecastEntry:
     """Returns the entry of a sequence that gets its next token in step `first` and ends with
     `length` output tokens; the K/V of the last one is never written. slope: its tokens a step; 0
-    where K/V is dropped: the entry has the most tokens that it holds until then."""
+    where K/V is dropped: the entry has the most tokens that it holds until then, a token that only
+    some layers hold for their part."""
     remaining = length - sequence.num_output_tokens
     if sequence.drops is not None:
         end = sequence.num_tokens + remaining - 1
@@ -65,8 +66,9 @@ class MemoryForecast:
     def peak_pages(self, kv: KVMemory, capacity: int) -> int:
         """Returns the pages at the peak, exact if that decides whether they exceed `capacity`.
 
-        The peak is estimated in tokens plus half a page for each sequence; pages are counted only
-        if rounding could decide. It takes 20 us for 256 sequences, 50 us with counting.
+        The peak is estimated in tokens plus half a page for each group of each sequence; pages are
+        counted only if rounding could decide. It takes 20 us for 256 sequences, 50 us with
+        counting.
         """
         groups = kv.layout.groups
         if kv.layout.is_bounded:
@@ -86,7 +88,7 @@ class MemoryForecast:
 
     def _peak(self, kv: KVMemory) -> tuple[int, int]:
         """Returns the pages at the peak, and the number of sequences alive then."""
-        half_page = kv.page_bytes // kv.token_bytes // 2
+        half_page = len(kv.layout.groups) * kv.page_bytes // kv.token_bytes // 2
         last_first = self.entries[::-1]
         totals = accumulate([start for _, start, _ in last_first])
         ends = [end + half_page for end, _, _ in last_first]
@@ -96,7 +98,7 @@ class MemoryForecast:
 
     def _peak_with_slopes(self, kv: KVMemory) -> tuple[int, int]:
         """Returns the same for sequences that get several tokens a step."""
-        half_page = kv.page_bytes // kv.token_bytes // 2
+        half_page = len(kv.layout.groups) * kv.page_bytes // kv.token_bytes // 2
         most, most_at = 0, 0
         total, slopes = 0, 0.0  # of the sequences that are alive
         for number, (end, start, key) in enumerate(reversed(self.entries), 1):

@@ -15,6 +15,7 @@ from serve.request import FinishReason, Request
 from serve.scheduler.prompt_outputs import PromptOutputs, make_prompt_outputs
 
 if TYPE_CHECKING:
+    from memory.kv_memory import KVMemory
     from memory.pages.kv_range import Range
     from serve.structured.token_mask import SequenceMask
 
@@ -34,9 +35,9 @@ class Drops(Protocol):
 
     def next_drop(self, num_tokens: int, num_dropped: int, /) -> int: ...
 
-    def most_held(self, num_tokens: int, /) -> int: ...
+    def most_by_group(self, num_tokens: int, /) -> list[int]: ...
 
-    def peak(self, num_tokens: int, /) -> int: ...
+    def most_held(self, num_tokens: int, /) -> int: ...
 
 
 @dataclass(slots=True)
@@ -112,11 +113,13 @@ class Sequence:
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    @property
-    def most_held_tokens(self) -> int:
-        """The most tokens whose K/V it can hold at once."""
+    def most_pages(self, kv: KVMemory) -> int:
+        """Returns the most pages that it can hold at once; a prompt is held in full."""
         total = self.max_tokens_total
-        return total if self.drops is None else self.drops.peak(total)
+        if self.drops is None:
+            return kv.pages_for(total)
+        prompt = kv.pages_for(min(self.num_prompt_tokens, total))
+        return max(prompt, kv.layout.pages_of(self.drops.most_by_group(total)))
 
     @property
     def is_prompt_only(self) -> bool:

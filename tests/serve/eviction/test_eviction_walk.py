@@ -9,7 +9,8 @@ import random
 import pytest
 
 from memory.evicting_kv import EvictingKV
-from memory.policies.drop_schedule import DropSchedule
+from memory.pages.layer_groups import LayerGroup
+from memory.policies.drop_schedule import DropSchedule, layer_budgets
 from memory.policies.setting import parse_kv_policy
 from memory.prefix.index import PrefixHasher
 from serve.config import MEMORY_POLICIES, QUEUE_POLICIES
@@ -24,6 +25,8 @@ from tests.serve.scheduler.test_scheduler_walk import Walk
 from tests.support.engine.fakes import make_kv, make_seq
 
 MAX_LEN = 256
+GROUPS = (LayerGroup(32), LayerGroup(32), LayerGroup(64))
+"""Of pyramid's layers: one, one and two of four."""
 SETTINGS = (
     "window:budget=12,least=1",
     "h2o:budget=40%,least=1",
@@ -34,7 +37,7 @@ SETTINGS = (
 
 @dataclasses.dataclass
 class Choice:
-    num_tokens: int
+    counts: list[int]
     dropped: int
 
     def move(self):
@@ -55,10 +58,11 @@ class FakeEviction:
 
     def __init__(self, setting):
         self.setting = setting
+        self.firsts = (0, 1, 2) if setting.shrinks else (0,)
         self.open_at: dict[int, list[int]] = {}  # by start: prompt tokens and dropped ones
 
     def schedule(self, num_prompt):
-        return DropSchedule(self.setting, num_prompt, 1)
+        return DropSchedule(self.setting, num_prompt, 4, self.firsts)
 
     def first_scored(self, num_prompt, num_answer):
         return max(0, num_prompt - 3)
@@ -73,10 +77,11 @@ class FakeEviction:
     def choose(self, start, num_tokens):
         num_prompt, dropped = self.open_at[start]
         assert num_tokens == self.schedule(num_prompt).next_drop(num_tokens - 1, dropped)
-        kept = self.setting.budget(num_tokens)
-        assert kept < num_tokens - dropped
-        self.open_at[start][1] = num_tokens - kept
-        return Choice(kept, num_tokens - kept)
+        assert self.setting.budget(num_tokens) < num_tokens - dropped
+        budgets = layer_budgets(self.setting, self.setting.budget(num_tokens), 4)
+        counts = [min(num_tokens, budgets[first]) for first in self.firsts]
+        self.open_at[start][1] = num_tokens - max(counts)
+        return Choice(counts, num_tokens - max(counts))
 
 
 class EvictingWalk(Walk):
@@ -84,11 +89,12 @@ class EvictingWalk(Walk):
         super().__init__(seed, queue)
         rng = random.Random(seed)
         limits: SchedulerLimits = self.limits
-        longest = make_kv(1, 1, MAX_LEN)[0].pages_for(MAX_LEN)
-        pages = longest + rng.choice([0, 3, 20, 300])
-        self.kv, _ = make_kv(pages, limits.max_num_seqs, MAX_LEN, manager=EvictingKV)
         self.policy = rng.choice(MEMORY_POLICIES)
         self.eviction = FakeEviction(parse_kv_policy(setting))
+        sizes = {"groups": GROUPS} if self.eviction.setting.shrinks else {}
+        longest = make_kv(1, 1, MAX_LEN, **sizes)[0].pages_for(MAX_LEN)
+        pages = longest + rng.choice([0, 3, 20, 300])
+        self.kv, _ = make_kv(pages, limits.max_num_seqs, MAX_LEN, manager=EvictingKV, **sizes)
         self.scheduler = EvictingScheduler(
             limits,
             self.kv,
@@ -107,7 +113,9 @@ class EvictingWalk(Walk):
             before, target = sequence.num_computed_tokens, sequence.kv_range
             assert before < sequence.drop_at and before + rows <= sequence.drop_at
             assert target.capacity >= before + rows - target.dropped
-            assert before - target.dropped <= sequence.drops.peak(before)
+            prompt = self.kv.pages_for(min(before + rows, sequence.num_prompt_tokens))
+            behind = self.kv.layout.pages_of(sequence.drops.most_by_group(before + rows))
+            assert len(target.pages) <= max(prompt, behind)
         self.kv.commit()
         self.now_s += 0.01
         count = sum(plan.samples)
@@ -144,4 +152,3 @@ def test_forecasts_have_the_most_that_is_held():
     for setting, held in (("snapkv:budget=20,least=1", 20 + 199), ("h2o:budget=20,least=1", 84)):
         sequence.drops = DropSchedule(parse_kv_policy(setting), 100, 2)
         assert entry_of(sequence, 200, 10, 1, 0.0) == (209, held, 1)
-    assert sequence.most_held_tokens == 100, "the prompt is held in full"
