@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from memory.policies.setting import OFF, parse_kv_policy
+from memory.policies.setting import OFF, parse_request_policy
 from serve.errors import RequestError
 from serve.parameter_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
@@ -78,8 +78,8 @@ class SamplingParams:
     is set, for parsers of the model's markup.
     cache_salt: a prefix is shared only between requests with the same salt.
     kv_policy: "off" reads and keeps all K/V where the engine's kv_policy selects or drops some; a
-    budget of its own, such as "quest:budget=25%", where the engine selects; None: as the engine
-    does.
+    budget of its own, such as "quest:budget=25%", where the engine selects; where it drops K/V, any
+    policy that does, such as "h2o:budget=25%"; None: as the engine does.
     priority: where the engine's order is "priority", a lower one runs first.
     thinking_token_budget: the most tokens of reasoning; then the model is made to end it. 0: no
     reasoning; -1: no bound; None: not said, which is the engine's default in chats.
@@ -175,7 +175,7 @@ class SamplingParams:
 
     def _check_kv_policy(self) -> None:
         try:
-            parse_kv_policy(self.kv_policy)
+            parse_request_policy(self.kv_policy)
         except ValueError as error:
             raise RequestError(f"kv_policy {error}", param="kv_policy") from None
 

@@ -297,7 +297,7 @@ class KVPolicySettings(WeightPeerSettings):
         pages that matter most to it; "window", "h2o", "snapkv", "keyformer" and "pyramid" drop the
         rest. The budget is a number of tokens or a share of the sequence, at least 128 tokens:
         quest:budget=1024, h2o:budget=25%. Answers change unless the budget is everything. Requests
-        may have another budget, or none.
+        may have another budget, or none; where K/V is dropped, also another policy that drops some.
     kv_offload_bytes: K/V of running sequences that is on the disk beyond the kv_cache_bytes in
         memory, and is read when attention needs it. None: all of it is in memory.
     kv_offload_dir: the directory of the file, which has no name and ends with the process; None:

@@ -29,7 +29,7 @@ from memory.attention.seam import (
 )
 from memory.attention.token_stores import Floats, Kept, KeyScorer, ScoredRows, TokenStore
 from memory.policies.drop_schedule import NEVER, DropSchedule, layer_budgets
-from memory.policies.eviction import gumbel_noise, policy_of, temperature
+from memory.policies.eviction import EvictionPolicy, gumbel_noise, policy_of, temperature
 from memory.policies.setting import KVPolicy
 
 _TILE = 16
@@ -43,6 +43,7 @@ class _Scored:
     gives scores on. filled: the places that have noise."""
 
     schedule: DropSchedule
+    policy: EvictionPolicy
     first_scored: int
     last_scored: int
     seed: int
@@ -55,7 +56,7 @@ class _Scored:
 
 
 class EvictingAttention:
-    """Implements PlannedAttention; the policy is one that drops tokens."""
+    """Implements PlannedAttention. Each sequence drops tokens by its own policy."""
 
     is_remote = False
 
@@ -67,7 +68,7 @@ class EvictingAttention:
         setting: KVPolicy,
     ) -> None:
         """inner: local attention over K/V that `store` gives access to; that of groups of
-        neighbouring layers, or of all."""
+        neighbouring layers, or of all. setting: the policy of sequences that have no other one."""
         heads = {layer.num_kv_heads for layer in layers}
         assert len(heads) == 1, "layers with equal numbers of K/V heads"
         self._inner = inner
@@ -78,31 +79,31 @@ class EvictingAttention:
             self._groups, self.layers_of = inner.groups, inner.layers_of
         self.store = store
         self.setting = setting
-        self.policy = policy_of(setting)
         self._sequences: dict[int, _Scored] = {}
 
     # ---- sequences, by the starts of their ranges
 
-    def schedule(self, num_prompt: int) -> DropSchedule:
+    def schedule(self, num_prompt: int, setting: KVPolicy | None = None) -> DropSchedule:
+        """Returns when a sequence drops tokens. setting: its own policy; None: the engine's."""
         firsts = [numbers[0] for numbers in self.layers_of]
-        return DropSchedule(self.setting, num_prompt, self._num_layers, firsts)
+        return DropSchedule(setting or self.setting, num_prompt, self._num_layers, firsts)
 
-    def first_scored(self, num_prompt: int, num_answer: int) -> int:
+    def first_scored(self, schedule: DropSchedule, num_answer: int) -> int:
         """Returns the first position of a sequence whose row gives scores, so that it has to be
         computed; NEVER if no token is dropped, or no scores are needed."""
-        drop_at = self.schedule(num_prompt).next_drop(0, 0)
+        num_prompt, policy = schedule.num_prompt, policy_of(schedule.policy)
         last_dropped = num_prompt + num_answer - 2  # the last token is never computed
-        if not self.policy.has_scores or drop_at > last_dropped:
+        if not policy.has_scores or schedule.next_drop(0, 0) > last_dropped:
             return NEVER
-        return self.policy.first_scored(num_prompt, self.setting.budget(num_prompt))
+        return policy.first_scored(num_prompt, schedule.policy.budget(num_prompt))
 
-    def open(self, start: int, num_prompt: int, num_answer: int, seed: int) -> None:
+    def open(self, start: int, schedule: DropSchedule, num_answer: int, seed: int) -> None:
         """Begins a sequence, none of whose rows is computed that gives scores. num_answer: the most
         tokens of its answer."""
-        first = self.first_scored(num_prompt, num_answer)
-        last = NEVER if self.policy.scores_answer else num_prompt
-        schedule = self.schedule(num_prompt)
-        self._sequences[start] = _Scored(schedule, first, last, seed, num_answer)
+        policy = policy_of(schedule.policy)
+        first = self.first_scored(schedule, num_answer)
+        last = NEVER if policy.scores_answer else schedule.num_prompt
+        self._sequences[start] = _Scored(schedule, policy, first, last, seed, num_answer)
 
     def forget(self, start: int) -> None:
         """Ends a sequence."""
@@ -113,7 +114,8 @@ class EvictingAttention:
         sequence = self._sequences[start]
         assert not sequence.shorter, "layers of different lengths drop no more"
         length = num_tokens - sequence.dropped
-        budgets = layer_budgets(self.setting, self.setting.budget(num_tokens), self._num_layers)
+        setting = sequence.schedule.policy
+        budgets = layer_budgets(setting, setting.budget(num_tokens), self._num_layers)
         kept: list[Kept] = []
         none = np.zeros((self._num_heads, length), dtype=np.float32)
         for layer, budget in enumerate(budgets):
@@ -122,7 +124,7 @@ class EvictingAttention:
                 whole = np.arange(length, dtype=np.int32)
                 kept.append(np.ascontiguousarray(np.broadcast_to(whole, none.shape)))
             else:
-                kept.append(self.policy.keep(scores, budget))
+                kept.append(sequence.policy.keep(scores, budget))
         return Choice(self, start, num_tokens, kept)
 
     def settle(self, start: int, num_tokens: int, kept: Sequence[Kept]) -> None:
@@ -183,7 +185,7 @@ class EvictingAttention:
             return None
         self._make_room(sequence, kv_len)
         sharpness = None
-        if self.policy.is_noisy:
+        if sequence.policy.is_noisy:
             num_prompt = sequence.schedule.num_prompt
             positions = range(position + skipped, position + num_rows - missing)
             values = [1.0 / temperature(p, num_prompt, sequence.num_answer) for p in positions]
@@ -200,7 +202,7 @@ class EvictingAttention:
             more = max(-(-kv_len // _TILE), room // _TILE * 5 // 4) * _TILE - room
             empty = np.zeros((*shape, more), dtype=np.float32)
             sequence.sums = _extended(sequence.sums, empty)
-            if self.policy.is_noisy:
+            if sequence.policy.is_noisy:
                 sequence.noise = _extended(sequence.noise, empty)
         if sequence.noise is not None and sequence.filled < kv_len:
             first = sequence.filled

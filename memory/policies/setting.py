@@ -19,7 +19,6 @@ OFF = "off"
 LEAST_TOKENS = 128  # of a share
 FEWEST_TOKENS = 64  # of a number of tokens
 MAX_CHARS = 64  # of the setting
-_EXAMPLE = "such as quest:budget=12% or h2o:budget=1024"
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +91,7 @@ def parse_kv_policy(text: object) -> KVPolicy | None:
         raise ValueError(f"must be {OFF} or one of {', '.join(POLICIES)}, not {name!r}")
     key, _, amount = rest.partition("=")
     if key != "budget":
-        raise ValueError(f"needs a budget, {_EXAMPLE}, not {text!r}")
+        raise ValueError(f"needs a budget, such as {name}:budget=25%, not {text!r}")
     try:
         budget = parse_budget(amount)
     except ValueError:
@@ -115,11 +114,24 @@ def _too_few(name: str, amount: str) -> str:
     )
 
 
+def parse_request_policy(text: object) -> KVPolicy | None:
+    """Returns the policy that a request names; None for "off". ValueError, as parse_kv_policy, but
+    not for NAME:... of no policy: each engine refuses what it does not have, and says what it has
+    (serve/engine/request_limits.py)."""
+    if isinstance(text, str) and text != OFF and len(text) <= MAX_CHARS:
+        name, _, rest = text.partition(":")
+        if name not in POLICIES:
+            if not (name.isalnum() and rest):
+                raise ValueError(f"must be {OFF} or NAME:budget=AMOUNT, not {text!r}")
+            return KVPolicy(name, share=1.0)
+    return parse_kv_policy(text)
+
+
 @lru_cache(maxsize=256)
 def policy_of_request(text: str) -> KVPolicy | None:
-    """Returns the policy that a request names; None for "off". ValueError, as parse_kv_policy. The
-    same text is asked for in each step of a request."""
-    return parse_kv_policy(text)
+    """Returns what parse_request_policy does. The same text is asked for in each step of a
+    request."""
+    return parse_request_policy(text)
 
 
 class Budget(TypedDict, total=False):

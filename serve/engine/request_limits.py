@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from memory.policies.setting import OFF, KVPolicy, policy_of_request
+from memory.policies.setting import EVICTIONS, OFF, KVPolicy, policy_of_request
 from serve.errors import ContextLengthError, RequestError
 from serve.request import Request
 from serve.sampling_params import SamplingParams
@@ -79,7 +79,8 @@ def _with_policy(params: SamplingParams, policy: KVPolicy | None) -> SamplingPar
         # K/V of other answers differs, so these requests share theirs only with one another.
         name = OFF if wanted is None else wanted.key
         return params.changed(cache_salt=f"{params.cache_salt or ''}.kv_policy={name}")
-    if wanted is not None:
+    drops_own = wanted is not None and wanted.evicts and policy is not None and policy.evicts
+    if wanted is not None and not drops_own:
         raise RequestError(_refusal(wanted, policy), param="kv_policy")
     return params  # all cached K/V is whole where an engine drops some
 
@@ -91,10 +92,11 @@ def _refusal(wanted: KVPolicy, policy: KVPolicy | None) -> str:
     elif policy.selects:
         why, allowed = policy.name, f"{OFF} or {policy.name}:budget=AMOUNT"
     else:
-        why, allowed = policy.setting, f"{OFF} or that one"
+        names = f"{', '.join(EVICTIONS[:-1])} or {EVICTIONS[-1]}"
+        why, allowed = policy.setting, f"{OFF} or NAME:budget=AMOUNT, where NAME is {names}"
     return (
-        f"kv_policy {wanted.name} cannot be used by a request here: the server runs with kv_policy"
-        f" {why}; a request may say {allowed}"
+        f"kv_policy {wanted.name!r} cannot be used by a request here: the server runs with"
+        f" kv_policy {why}; a request may say {allowed}"
     )
 
 

@@ -17,14 +17,14 @@ from typing import Protocol
 
 from memory.evicting_kv import EvictingKV, Mover
 from memory.kv_memory import KVMemory
-from memory.policies.drop_schedule import NEVER
-from memory.policies.setting import OFF
+from memory.policies.drop_schedule import NEVER, DropSchedule
+from memory.policies.setting import OFF, KVPolicy, policy_of_request
 from memory.prefix.index import PrefixHasher
 from serve.request import FinishReason, Request
 from serve.scheduler.memory_policy import MemoryPolicy
 from serve.scheduler.prefix_lookup import PrefixLookup
 from serve.scheduler.scheduler import Scheduler
-from serve.scheduler.sequence import Drops, Sequence, SequenceStatus
+from serve.scheduler.sequence import Sequence, SequenceStatus
 from serve.scheduler.step_plan import SchedulerLimits, StepPlan
 from serve.scheduler.waiting_queue import WaitingQueue
 
@@ -45,12 +45,13 @@ class Choice(Mover, Protocol):
 class Eviction(Protocol):
     """Chooses what stays. `start` is where a sequence's range begins."""
 
-    def schedule(self, num_prompt: int) -> Drops: ...
+    def schedule(self, num_prompt: int, setting: KVPolicy | None = None) -> DropSchedule:
+        """setting: the sequence's own policy; None: the engine's."""
 
-    def first_scored(self, num_prompt: int, num_answer: int) -> int:
+    def first_scored(self, schedule: DropSchedule, num_answer: int) -> int:
         """Returns the first position whose row has to be computed for its scores, or NEVER."""
 
-    def open(self, start: int, num_prompt: int, num_answer: int, seed: int) -> None: ...
+    def open(self, start: int, schedule: DropSchedule, num_answer: int, seed: int) -> None: ...
 
     def forget(self, start: int) -> None: ...
 
@@ -79,19 +80,18 @@ class EvictingScheduler(Scheduler):
         kv.on_close = lambda target: eviction.forget(target.start)
 
     def add(self, sequence: Sequence) -> None:
-        if not _keeps_all(sequence.request):
-            sequence.drops = self._eviction.schedule(sequence.num_prompt_tokens)
+        sequence.drops = _schedule_of(sequence.request, self._eviction)
         super().add(sequence)
 
     def _admit_sequence(self, sequence: Sequence, hit: object, now_s: float) -> None:
         super()._admit_sequence(sequence, hit, now_s)  # type: ignore[arg-type]
-        if sequence.drops is None:
+        schedule = sequence.drops
+        if schedule is None:
             return
-        assert sequence.kv_range is not None
+        assert sequence.kv_range is not None and isinstance(schedule, DropSchedule)
         start = sequence.kv_range.start
-        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
-        self._eviction.open(start, num_prompt, num_answer, sequence.seed)
-        sequence.drop_at = sequence.drops.next_drop(0, 0)
+        self._eviction.open(start, schedule, _num_answer(sequence), sequence.seed)
+        sequence.drop_at = schedule.next_drop(0, 0)
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         target = sequence.kv_range
@@ -149,27 +149,28 @@ class _UnscoredPrefixes(PrefixLookup):
         self._eviction = eviction
 
     def most_shared(self, sequence: Sequence) -> int:
-        if sequence.drops is None:
+        schedule = sequence.drops
+        if schedule is None:
             return super().most_shared(sequence)
-        num_prompt, num_answer = sequence.num_prompt_tokens, _num_answer(sequence)
-        return self._most_shared(sequence.num_tokens, num_prompt, num_answer)
+        assert isinstance(schedule, DropSchedule)
+        return self._most_shared(sequence.num_tokens, schedule, _num_answer(sequence))
 
-    def _most_shared(self, num_tokens: int, num_prompt: int, num_answer: int) -> int:
-        first = self._eviction.first_scored(num_prompt, num_answer)
+    def _most_shared(self, num_tokens: int, schedule: DropSchedule, num_answer: int) -> int:
+        first = self._eviction.first_scored(schedule, num_answer)
         # the row before tokens are dropped is computed, at whose end that is done
-        drop_at = self._eviction.schedule(num_prompt).next_drop(0, 0)
-        return min(num_tokens - 1, first, drop_at - 1)
+        return min(num_tokens - 1, first, schedule.next_drop(0, 0) - 1)
 
     def num_missing_rows(self, request: Request, page_keys: list[bytes]) -> int:
         num_prompt = len(request.prompt_token_ids)
         if request.reads_prompt or not num_prompt:
             return num_prompt
-        if _keeps_all(request):
+        schedule = _schedule_of(request, self._eviction)
+        if schedule is None:
             return super().num_missing_rows(request, page_keys)
         num_answer = request.params.max_tokens
         if num_answer is None:
             num_answer = self._evicting_kv.max_model_len - num_prompt
-        most = self._most_shared(num_prompt, num_prompt, num_answer)
+        most = self._most_shared(num_prompt, schedule, num_answer)
         return num_prompt - self._evicting_kv.num_cached_tokens(page_keys, most)
 
     def is_fetching(self, sequence: Sequence, now_s: float) -> bool:
@@ -183,9 +184,14 @@ class _UnscoredPrefixes(PrefixLookup):
         return super().is_being_computed(sequence, whole)
 
 
-def _keeps_all(request: Request) -> bool:
-    """Returns whether a request is counted and computed as without a policy."""
-    return request.params.kv_policy == OFF
+def _schedule_of(request: Request, eviction: Eviction) -> DropSchedule | None:
+    """Returns when the sequences of a request drop tokens, by its own policy if it names one; None:
+    they are counted and computed as without a policy."""
+    said = request.params.kv_policy
+    if said == OFF:
+        return None
+    setting = None if said is None else policy_of_request(said)
+    return eviction.schedule(len(request.prompt_token_ids), setting)
 
 
 def _num_answer(sequence: Sequence) -> int:

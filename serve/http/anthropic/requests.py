@@ -17,7 +17,7 @@ from serve.http.anthropic.blocks import (
 )
 from serve.http.anthropic.errors import THREADS_UNSUPPORTED
 from serve.http.anthropic.tools import TOOL_CHOICE, TOOLS, chat_tools
-from serve.http.calls.sampling_fields import MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
+from serve.http.calls.sampling_fields import KV_POLICY, MAX_CLIENT_CHARS, MAX_TOKENS, MODEL
 from serve.http.calls.structured_fields import BOUNDED, bounded, json_schema
 from serve.http.schema.fields import (
     Boolean,
@@ -110,6 +110,7 @@ CREATE = Record(
     {
         **_PROMPT_FIELDS,
         **BOUNDED,
+        "kv_policy": KV_POLICY,
         "max_tokens": Integer(0, MAX_TOKENS),
         "stop_sequences": List(String(MAX_STOP_LENGTH, min_chars=1), MAX_STOP_STRINGS),
         "temperature": Number(0, 1),
@@ -170,6 +171,7 @@ def parse_messages_call(
         default_max_tokens=max_tokens or None,
         stop=tuple(values.get("stop_sequences", ())),
         structured=None if form is None else bounded(form["schema"], values),
+        kv_policy=values.get("kv_policy"),
     )
     return MessagesCall(
         values["model"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_kv_policy
+from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_request_policy
 from serve.errors import RequestError
 from serve.http.calls.reasoning_fields import BUDGET_FIELD
 from serve.http.calls.structured_fields import STRUCTURED_FIELDS, structured_output
@@ -59,20 +59,21 @@ def _kv_policy(value: Any, where: str, unknown: Unknown) -> str:
             code="string_above_max_length",
         )
     try:
-        parse_kv_policy(value)
+        parse_request_policy(value)
     except ValueError as error:
         raise RequestError(f"{where} {error}", param=where) from None
     return value
 
 
 # Whether a server can follow it depends on its own kv_policy.
-_KV_POLICY = Parsed(
+KV_POLICY = Parsed(
     _kv_policy,
     {
         "type": "string",
         "maxLength": MAX_CHARS,
         "pattern": f"^({OFF}|({'|'.join(POLICIES)}):budget="
-        "([1-9][0-9]{2,6}|(100|[1-9][0-9]?(\\.[0-9]{1,3})?)%(,least=[1-9][0-9]{0,5})?))$",
+        "([1-9][0-9]{2,6}|6[4-9]|[7-9][0-9]|[1-9][0-9]{0,6},least=1|"
+        "(100|[1-9][0-9]?(\\.[0-9]{1,3})?)%(,least=[1-9][0-9]{0,5})?))$",
     },
 )
 
@@ -97,7 +98,7 @@ SAMPLING_FIELDS: dict[str, FieldType] = {
     "skip_special_tokens": Boolean(),
     "logit_bias": Map(Number(-100, 100), MAX_LOGIT_BIAS, key="[0-9]{1,10}", keys="a token id"),
     "cache_salt": String(128, min_chars=1, pattern="[A-Za-z0-9_-]+"),
-    "kv_policy": _KV_POLICY,
+    "kv_policy": KV_POLICY,
     "priority": Integer(-PRIORITY_LIMIT, PRIORITY_LIMIT - 1),
     "allowed_token_ids": TokenIds(MAX_ALLOWED_TOKEN_IDS, min_items=1),
     "bad_words": List(String(MAX_BAD_WORD_LENGTH, min_chars=1), MAX_BAD_WORDS),

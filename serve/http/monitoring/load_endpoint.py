@@ -57,6 +57,11 @@ class LoadCall(NamedTuple):
     chat: schema.ChatCall | None = None
     completion: schema.CompletionCall | None = None
 
+    @property
+    def max_tokens(self) -> int | None:
+        call = self.completion if self.chat is None else self.chat.chat
+        return None if call is None else call.params.max_tokens
+
 
 def parse_load(body: Mapping[str, Any], defaults: Mapping[str, Any], unknown: Unknown) -> LoadCall:
     if "prompt_tokens" in body or not {"messages", "prompt"} & set(body):
@@ -91,7 +96,9 @@ def load_routes(context: ApiContext) -> list[Route]:
             return _answer(call, asked.prompt_tokens, asked.cached_tokens, forecast)
         request = await _tokenized(call, asked)
         # names of many pages take a while
-        cached = await call.charge.run(lambda: engine.num_cached_tokens(request))
+        # which rows a kv_policy computes in any case depends on the answer's length
+        whole = replace(request, params=request.params.changed(max_tokens=asked.max_tokens))
+        cached = await call.charge.run(lambda: engine.num_cached_tokens(whole))
         forecast = engine.forecast(request, cached)
         return _answer(call, len(request.prompt_token_ids), cached, forecast)
 

@@ -54,39 +54,42 @@ class Choice:
 
 
 class FakeEviction:
-    """Keeps as many tokens as the budget says."""
+    """Keeps as many tokens as the sequence's budget says."""
 
     def __init__(self, setting):
         self.setting = setting
         self.firsts = (0, 1, 2) if setting.shrinks else (0,)
-        self.open_at: dict[int, list[int]] = {}  # by start: prompt tokens and dropped ones
+        self.open_at: dict[int, list] = {}  # by start: schedule and number of dropped tokens
 
-    def schedule(self, num_prompt):
-        return DropSchedule(self.setting, num_prompt, 4, self.firsts)
+    def schedule(self, num_prompt, setting=None):
+        return DropSchedule(setting or self.setting, num_prompt, 4, self.firsts)
 
-    def first_scored(self, num_prompt, num_answer):
-        return max(0, num_prompt - 3)
+    def first_scored(self, schedule, num_answer):
+        return max(0, schedule.num_prompt - 3)
 
-    def open(self, start, num_prompt, num_answer, seed):
+    def open(self, start, schedule, num_answer, seed):
         assert start not in self.open_at
-        self.open_at[start] = [num_prompt, 0]
+        self.open_at[start] = [schedule, 0]
 
     def forget(self, start):
-        del self.open_at[start]
+        self.open_at.pop(start, None)  # a sequence that keeps everything is not there
 
     def choose(self, start, num_tokens):
-        num_prompt, dropped = self.open_at[start]
-        assert num_tokens == self.schedule(num_prompt).next_drop(num_tokens - 1, dropped)
-        assert self.setting.budget(num_tokens) < num_tokens - dropped
-        budgets = layer_budgets(self.setting, self.setting.budget(num_tokens), 4)
+        schedule, dropped = self.open_at[start]
+        assert num_tokens == schedule.next_drop(num_tokens - 1, dropped)
+        budget = schedule.policy.budget(num_tokens)
+        assert budget < num_tokens - dropped
+        budgets = layer_budgets(schedule.policy, budget, 4)
         counts = [min(num_tokens, budgets[first]) for first in self.firsts]
         self.open_at[start][1] = num_tokens - max(counts)
         return Choice(counts, num_tokens - max(counts))
 
 
 class EvictingWalk(Walk):
-    def __init__(self, seed, queue, setting):
+    def __init__(self, seed, queue, setting, own=()):
+        """own: what requests say, each one of these."""
         super().__init__(seed, queue)
+        self.own = own
         rng = random.Random(seed)
         limits: SchedulerLimits = self.limits
         self.policy = rng.choice(MEMORY_POLICIES)
@@ -104,6 +107,9 @@ class EvictingWalk(Walk):
             eviction=self.eviction,
         )
 
+    def more_params(self):
+        return {"kv_policy": self.rng.choice(self.own)} if self.own else {}
+
     def step(self):
         scheduler, rng = self.scheduler, self.rng
         plan = scheduler.schedule(self.now_s)
@@ -113,8 +119,16 @@ class EvictingWalk(Walk):
             before, target = sequence.num_computed_tokens, sequence.kv_range
             assert before < sequence.drop_at and before + rows <= sequence.drop_at
             assert target.capacity >= before + rows - target.dropped
-            prompt = self.kv.pages_for(min(before + rows, sequence.num_prompt_tokens))
-            behind = self.kv.layout.pages_of(sequence.drops.most_by_group(before + rows))
+            if sequence.drops is None:
+                assert not target.dropped
+                continue
+            said = sequence.request.params.kv_policy
+            policy = parse_kv_policy(said) if said else self.eviction.setting
+            assert sequence.drops.policy == policy
+            # a chunk has pages for all that it might have before it is cut
+            end = before + max(rows, self.limits.max_chunk_tokens)
+            prompt = self.kv.pages_for(min(end, sequence.num_prompt_tokens))
+            behind = self.kv.layout.pages_of(sequence.drops.most_by_group(end))
             assert len(target.pages) <= max(prompt, behind)
         self.kv.commit()
         self.now_s += 0.01
@@ -125,16 +139,23 @@ class EvictingWalk(Walk):
             scheduler.finish(rng.choice(self.alive), FinishReason.ABORT)
         self.kv.check_integrity()
         self.alive = [sequence for sequence in self.alive if not sequence.is_finished]
-        assert set(self.eviction.open_at) == {s.kv_range.start for s in scheduler.running}
+        dropping = [s for s in scheduler.running if s.drops is not None]
+        assert set(self.eviction.open_at) == {s.kv_range.start for s in dropping}
 
 
 @pytest.mark.parametrize("queue", QUEUE_POLICIES)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("setting", "own"),
+    [
+        *[(setting, ()) for setting in SETTINGS],
+        *[(setting, (*SETTINGS, "off", None)) for setting in (SETTINGS[1], SETTINGS[3])],
+    ],
+)
 @pytest.mark.parametrize(
     "seed", [0, *[pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 5)]]
 )
-def test_every_sequence_ends_and_all_memory_is_freed(queue, setting, seed):
-    walk = EvictingWalk(seed, queue, setting)
+def test_every_sequence_ends_and_all_memory_is_freed(queue, setting, own, seed):
+    walk = EvictingWalk(seed, queue, setting, own)
     walk.run(40)
     scheduler = walk.scheduler
     assert walk.kv.num_in_use == 0 and scheduler._preempted.num_pages == 0

@@ -68,6 +68,7 @@ class Walk:
             n=rng.choice([1, 1, 1, 3]),
             priority=rng.randrange(3),
             ignore_eos=rng.random() < 0.2,
+            **self.more_params(),
         )
         client = rng.choice(["x", "y", None])
         for sequence in make_sequences(
@@ -75,6 +76,9 @@ class Walk:
         ):
             self.scheduler.add(sequence)
             self.alive.append(sequence)
+
+    def more_params(self):
+        return {}
 
     def step(self):
         scheduler, rng = self.scheduler, self.rng

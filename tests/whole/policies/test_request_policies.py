@@ -92,10 +92,15 @@ def test_budgets_hold_where_kv_is_in_a_file(tmp_path):
     ("policy", "wanted", "match"),
     [
         ("off", QUARTER, "runs with kv_policy off, .* a request may say off$"),
-        ("off", "h2o:budget=25%", "kv_policy h2o .* runs with kv_policy off"),
+        ("off", "h2o:budget=25%", "kv_policy 'h2o' .* runs with kv_policy off"),
         (QUARTER, "h2o:budget=25%", "runs with .* quest; a request may say off or quest:budget"),
-        ("h2o:budget=25%", QUARTER, "with kv_policy h2o:budget=25%; a request may say off or that"),
-        ("h2o:budget=25%", "h2o:budget=50%", "kv_policy h2o cannot be used by a request"),
+        (QUARTER, "best:budget=25%", "kv_policy 'best' .* say off or quest:budget=AMOUNT$"),
+        ("off", "best:budget=25%", "kv_policy 'best' cannot .* a request may say off$"),
+        (
+            "h2o:budget=25%",
+            QUARTER,
+            "with kv_policy h2o:budget=25%; a request may say off or NAME:",
+        ),
     ],
 )
 def test_what_an_engine_cannot_do_is_refused(policy, wanted, match):
@@ -144,4 +149,21 @@ def test_requests_that_keep_everything_are_counted_whole():
     with LLM(DEFAULT_MODEL, **settings, memory_policy="worst_case") as llm:
         said(llm, ["off"] * len(asked), asked, 250)
         assert llm.stats().num_preemptions == 0
+        assert llm.stats().pages_in_use == 0
+
+
+def test_policies_run_together_where_layers_have_pages_of_their_own():
+    """An engine with pyramid parts its layers; sequences of other policies hold as much in all."""
+    own = ["h2o:budget=64", "keyformer:budget=64", "pyramid:budget=96"]
+    settings = SETTINGS | {"kv_page_bytes": 4096}
+
+    def only(policy):
+        with LLM(DEFAULT_MODEL, **settings, kv_policy=policy) as llm:
+            return said(llm, [None], seed=5)[0]
+
+    expected = [only(policy) for policy in own]
+    with LLM(DEFAULT_MODEL, **settings, kv_policy="pyramid:budget=64") as llm:
+        assert len(llm._loaded.core.kv.layout.groups) > 1
+        for _ in range(2):  # the second time with prefix hits
+            assert said(llm, [*own, "off"], seed=5) == [*expected, alone("off")]
         assert llm.stats().pages_in_use == 0

@@ -12,6 +12,7 @@ import pytest
 import requests
 import uvloop
 
+from memory.kv_manager import KVManager
 from ops.cpu import native_library
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
@@ -102,6 +103,25 @@ def test_requests_with_a_kv_policy_of_their_own_find_only_that_of_their_kind(own
         assert client.post("/v1/completions", {**body, "kv_policy": own}).status_code == 200
         assert client.load(**body, kv_policy=own)["cached_tokens"] >= 64
         assert client.load(**body)["cached_tokens"] == 0
+
+
+@pytest.mark.small_pages
+def test_hits_are_those_of_the_kv_policy_that_a_request_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows that give scores are computed in any case: all those of h2o, the last ones of snapkv."""
+    # else a hit that takes longer to map than to compute is not used
+    monkeypatch.setattr(KVManager, "map_seconds", lambda self, hit: 0.0)
+    with ServerThread(engine(kv_policy="h2o:budget=64", kv_page_bytes=4096)) as server:
+        client = Client(server.url)
+        body = {"model": "m", "prompt": PROMPT, "max_tokens": 9, "temperature": 0}
+        client.post("/v1/completions", body)
+        for own in (None, "off", "snapkv:budget=50%,least=1", "h2o:budget=100%"):
+            said = body | ({} if own is None else {"kv_policy": own})
+            usage = client.post("/v1/completions", said).json()["usage"]
+            found = usage["prompt_tokens_details"]["cached_tokens"]
+            assert client.load(**said)["cached_tokens"] == found
+            assert (found == 0) == (own is None)
 
 
 def test_a_question_computes_nothing(client: Client) -> None:
