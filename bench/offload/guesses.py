@@ -77,7 +77,8 @@ def _row(name: str, total: Counter[str]) -> list[str]:
 def random_rows(policy: str, share: float, given: argparse.Namespace) -> list[list[str]]:
     with tempfile.TemporaryDirectory() as made:
         model = long_checkpoint(given.shape, given.context, made)
-        decoding = Decoding(model, policy, given.sequences, given.context, share, given.folder)
+        sizes = given.sequences, given.context, share
+        decoding = Decoding(model, policy, "int8", *sizes, given.folder)
         units = decoding.runtime.offload
         assert units is not None
 

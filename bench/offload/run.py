@@ -39,12 +39,14 @@ from bench.common import tables
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
 from bench.common.random_reads import disk_rate
-from memory.attention.offloaded import OffloadedKVLayout, OffloadedPlan
+from memory.attention.offloaded import OffloadedPlan
+from memory.attention.offloaded_layout import OffloadedKVLayout, aligned
 from memory.attention.seam import Attention, AttentionStep
-from memory.attention.tiled import TiledLocalPlan
+from memory.attention.tiled import TILED_TYPES, TiledKVLayout, TiledLocalPlan
 from memory.offload.unit_pool import OffloadCounts
+from memory.pages.kv_range import Range
 from memory.policies.setting import OFF
-from quant.kv import TILE_TOKENS
+from quant.kv import RECENT_BLOCK, TILE_TOKENS
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.loading.runtime import load_runtime
@@ -59,8 +61,8 @@ _POLICIES = (OFF, "quest:budget=12%", "quest:budget=6%")
 @dataclass(frozen=True, slots=True)
 class Figures:
     """seconds: of `rounds` steps with a row of each sequence; kernel_s: the processor's time in the
-    kernel meanwhile. prompt_rows_s: rows of a prompt in a second. counts: of the measured steps,
-    where K/V is in a file."""
+    kernel meanwhile. prompt_rows_s: rows of a prompt in a second, with all K/V in memory. counts:
+    of the measured steps, where K/V is in a file."""
 
     seconds: float
     kernel_s: float
@@ -81,12 +83,13 @@ class Decoding:
         self,
         model: str,
         policy: str,
+        kv_dtype: str,
         num_sequences: int,
         num_tokens: int,
         share: float,
         folder: str,
     ) -> None:
-        """share: of all K/V in memory; 1: all."""
+        """share: of all K/V in memory, beside recent tokens of int4 K/V; 1: all."""
         self._num_tokens, self._next = num_tokens, num_tokens
         self._rng = random.Random(0)
         settings = {
@@ -94,17 +97,19 @@ class Decoding:
             "load_format": "random",
             "max_model_len": num_tokens + _SPARE,
             "max_num_seqs": num_sequences,
+            "max_num_batched_tokens": _FILLED,
             "kv_policy": policy,
+            "kv_dtype": kv_dtype,
         }
         whole = num_sequences * (num_tokens + _SPARE)
         config = EngineConfig(model, **settings, kv_cache_bytes=8 << 30)  # type: ignore[arg-type]
         if share < 1:
-            pool = whole * _token_bytes(model) * 101 // 100
+            pool = whole * _layout(model, kv_dtype).token_bytes * 101 // 100
             in_memory = int(pool * share)
             config = EngineConfig(
                 model,
                 **settings,  # type: ignore[arg-type]
-                kv_cache_bytes=in_memory,
+                kv_cache_bytes=in_memory + _recent_bytes(config, model),
                 kv_offload_bytes=pool - in_memory,
                 kv_offload_dir=folder,
             )
@@ -112,16 +117,19 @@ class Decoding:
         kv = self.runtime.kv
         self._ranges = [kv.open(num_tokens + _SPARE) for _ in range(num_sequences)]
         for item in self._ranges:
-            assert kv.grow(item, num_tokens + _SPARE), "all sequences fit"
-        kv.commit()
-        for number in range(num_sequences):
-            self._fill(number)
+            self._fill(item, num_tokens)
 
-    def _fill(self, number: int) -> None:
+    def _grow(self, item: Range, num_tokens: int, num_computed: int) -> None:
+        kv = self.runtime.kv
+        assert kv.grow(item, num_tokens, num_computed), "all sequences fit"
+        kv.commit([item])
+
+    def _fill(self, item: Range, num_tokens: int) -> None:
         layers = self.runtime.model.attention_layers()
-        for first in range(0, self._num_tokens, _FILLED):
-            rows = min(_FILLED, self._num_tokens - first)
-            step = AttentionStep(0, [self._ranges[number].start], [rows], [first + rows])
+        for first in range(0, num_tokens, _FILLED):
+            rows = min(_FILLED, num_tokens - first)
+            self._grow(item, first + rows, first)
+            step = AttentionStep(0, [item.start], [rows], [first + rows])
             plan = self.runtime.attention.plan(step)
             assert isinstance(plan, TiledLocalPlan | OffloadedPlan)
             for layer, each in enumerate(layers):
@@ -134,6 +142,8 @@ class Decoding:
     def step(self) -> float:
         """Returns the seconds of a step with one more token of each sequence."""
         count, starts = len(self._ranges), [item.start for item in self._ranges]
+        for item in self._ranges:
+            self._grow(item, self._next + 1, self._next)
         self._next += 1
         step = AttentionStep(
             count, starts, [1] * count, [self._next] * count, [self._num_tokens] * count
@@ -141,14 +151,21 @@ class Decoding:
         ids = torch.tensor([self._rng.randrange(1000) for _ in starts])
         return self._timed(step, ids, torch.full((count,), self._next - 1))
 
-    def prompt_step(self) -> float:
-        """Returns the seconds of _PROMPT_ROWS rows in the middle of a sequence."""
-        first = self._num_tokens // 2
-        step = AttentionStep(
-            0, [self._ranges[0].start], [_PROMPT_ROWS], [first + _PROMPT_ROWS], [self._num_tokens]
-        )
-        ids = torch.arange(_PROMPT_ROWS)
-        return self._timed(step, ids, torch.arange(first, first + _PROMPT_ROWS))
+    def prompt_rows_s(self) -> float:
+        """Returns how many rows of a prompt are computed in a second, in the middle of a sequence.
+        Ends the others."""
+        kv, first = self.runtime.kv, self._num_tokens // 2
+        while self._ranges:
+            kv.close(self._ranges.pop())
+        item = kv.open(self._num_tokens)
+        self._fill(item, first)
+        end = first + _PROMPT_ROWS
+        self._grow(item, end, first)
+        step = AttentionStep(0, [item.start], [_PROMPT_ROWS], [end], [self._num_tokens])
+        ids, positions = torch.arange(_PROMPT_ROWS), torch.arange(first, end)
+        seconds = statistics.median([self._timed(step, ids, positions) for _ in range(3)])
+        kv.close(item)
+        return _PROMPT_ROWS / seconds
 
     def _timed(self, step: AttentionStep, ids: torch.Tensor, positions: torch.Tensor) -> float:
         with torch.inference_mode():
@@ -166,13 +183,12 @@ class Decoding:
         times = [self.step() for _ in range(rounds)]
         kernel_s = resource.getrusage(resource.RUSAGE_SELF).ru_stime - began_s
         after = None if units is None else units.counts()
-        prompts = statistics.median([self.prompt_step() for _ in range(3)])
         counts = None
         if before is not None and after is not None:
             names = OffloadCounts.__dataclass_fields__
             counts = OffloadCounts(**{n: getattr(after, n) - getattr(before, n) for n in names})
         num_layers = len(self.runtime.model.attention_layers())
-        rows_s = _PROMPT_ROWS / prompts
+        rows_s = self.prompt_rows_s() if units is None else 0.0
         return Figures(sum(times), kernel_s, rounds, rows_s, num_layers, counts)
 
     def close(self) -> None:
@@ -181,9 +197,17 @@ class Decoding:
         memory.close()
 
 
-def _token_bytes(model: str) -> int:
-    """Returns the K/V of a token in a file."""
-    return OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).token_bytes
+def _layout(model: str, kv_dtype: str) -> OffloadedKVLayout:
+    return OffloadedKVLayout(read_spec(Path(model)).attention_layers, kv_dtype, 64)
+
+
+def _recent_bytes(config: EngineConfig, model: str) -> int:
+    """Returns what recent tokens of int4 K/V take in memory."""
+    if config.kv_dtype != "int4":
+        return 0
+    recent = TiledKVLayout(read_spec(Path(model)).attention_layers, "int8", 64)
+    tokens = 2 * RECENT_BLOCK * config.max_num_seqs + config.batched_tokens
+    return tokens // TILE_TOKENS * aligned(recent.tile_bytes)
 
 
 def long_checkpoint(shape: str, num_tokens: int, folder: str) -> str:
@@ -227,13 +251,18 @@ def _row(
 
 
 def _fewer(
-    model: str, policy: str, given: argparse.Namespace, num_tokens: int, share: float
+    model: str,
+    policy: str,
+    kv_dtype: str,
+    given: argparse.Namespace,
+    num_tokens: int,
+    share: float,
 ) -> str:
     """Returns the tokens a second of the sequences that a share of the memory holds."""
     count = int(given.sequences * share)
     if not count:
         return "none fits"
-    decoding = Decoding(model, policy, count, num_tokens, 1.0, given.folder)
+    decoding = Decoding(model, policy, kv_dtype, count, num_tokens, 1.0, given.folder)
     found = decoding.measure(given.rounds)
     decoding.close()
     return f"{count / found.step_s:.1f}"
@@ -244,32 +273,46 @@ def _disk_rate(folder: str, unit_bytes: int, policy: str) -> float:
 
 
 def _table(model: str, given: argparse.Namespace, num_tokens: int) -> Table:
-    count, folder = given.sequences, given.folder
-    unit = OffloadedKVLayout(read_spec(Path(model)).attention_layers, 64).unit_bytes[0]
     figures = ("tok/s", "of memory", "again", "fewer", "tiles", "hits")
     names = (*figures, "read MB/s", "kernel", "of disk")
     table = Table(
-        "kv_policy, K/V in memory",
+        "kv_policy, kv_dtype, K/V in memory",
         *[Column(name, justify="right") for name in names],
-        title=f"{given.shape}, {count} sequences of {num_tokens:,} tokens",
+        title=f"{given.shape}, {given.sequences} sequences of {num_tokens:,} tokens",
     )
     for policy in given.policies:
-        whole = None
+        whole: dict[str, Figures] = {}
         for share in (1.0, *given.shares):
-            before = _disk_rate(folder, unit, policy) if share < 1 else 0.0
-            name = f"{policy}, {'all' if share == 1 else format(share, '.3g')}"
-            try:
-                decoding = Decoding(model, policy, count, num_tokens, share, folder)
-            except ConfigError:  # the bounds and a layer do not fit
-                table.add_row(name, "too little")
-                continue
-            found = decoding.measure(given.rounds)
-            decoding.close()
-            disk = (before + _disk_rate(folder, unit, policy)) / 2 if share < 1 else 0.0
-            whole = whole or found
-            fewer = _fewer(model, policy, given, num_tokens, share) if share < 1 else ""
-            table.add_row(*_row(name, found, whole, count, num_tokens, share, fewer, disk))
+            for kv_dtype in given.kv_dtypes:
+                row = _measured(model, policy, kv_dtype, given, num_tokens, share, whole)
+                table.add_row(*row)
     return table
+
+
+def _measured(
+    model: str,
+    policy: str,
+    kv_dtype: str,
+    given: argparse.Namespace,
+    num_tokens: int,
+    share: float,
+    whole: dict[str, Figures],
+) -> list[str]:
+    """Returns a row of the table. whole: the figures of each kv_dtype with all K/V in memory, which
+    the first row of each adds."""
+    count, folder, unit = given.sequences, given.folder, _layout(model, kv_dtype).unit_bytes[0]
+    before = _disk_rate(folder, unit, policy) if share < 1 else 0.0
+    name = f"{policy}, {kv_dtype}, {'all' if share == 1 else format(share, '.3g')}"
+    try:
+        decoding = Decoding(model, policy, kv_dtype, count, num_tokens, share, folder)
+    except ConfigError:  # the bounds and a layer do not fit
+        return [name, "too little"]
+    found = decoding.measure(given.rounds)
+    decoding.close()
+    disk = (before + _disk_rate(folder, unit, policy)) / 2 if share < 1 else 0.0
+    in_memory = whole.setdefault(kv_dtype, found)
+    fewer = _fewer(model, policy, kv_dtype, given, num_tokens, share) if share < 1 else ""
+    return _row(name, found, in_memory, count, num_tokens, share, fewer, disk)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -279,6 +322,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--context", type=int, nargs="+", default=[16384])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.125])
     parser.add_argument("--policies", nargs="+", default=_POLICIES)
+    parser.add_argument("--kv-dtypes", nargs="+", choices=TILED_TYPES, default=["int8"])
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--folder", default=tempfile.gettempdir(), help="of the file")
     given = parser.parse_args(arguments)

@@ -18,6 +18,7 @@ from bench.plan.cost import MachineCost
 from bench.plan.hardware import HERE
 from bench.plan.serving import decode_work
 from bench.plan.shapes import Precision, Shape
+from bench.plan.tables import gb_text, ms_text, rate_text
 from serve.errors import ConfigError
 from serve.loading.streaming.placement import (
     MIN_HEAD_BYTES,
@@ -28,7 +29,6 @@ from serve.loading.streaming.placement import (
     bytes_of_step,
     place,
 )
-from serve.units import format_memory
 
 _FILE_BYTES = 256 << 20
 
@@ -112,12 +112,11 @@ def _measured() -> float:
 
 def print_beyond(found: BeyondMemory, console: Console) -> None:
     console.print(
-        f"Weights beyond memory: {format_memory(found.memory_bytes)} of"
-        f" {format_memory(found.weight_bytes)} stay, the disk gives"
-        f" {format_memory(int(found.disk_bytes_per_s))}/s (measured now)."
+        f"Weights beyond memory: {gb_text(found.memory_bytes)} of {gb_text(found.weight_bytes)}"
+        f" stay, the disk gives {gb_text(found.disk_bytes_per_s)}/s (measured now)."
     )
-    table = Table("batch", "read in a step", "step s", "tokens/s")
+    table = Table("batch", "read in a step", "step, ms", "tokens/s")
     for batch, read, seconds in found.steps:
-        cells = format_memory(int(read)), f"{seconds:.2f}", f"{batch / seconds:.1f}"
+        cells = gb_text(read), ms_text(seconds), rate_text(batch / seconds)
         table.add_row(str(batch), *cells)
     console.print(table)

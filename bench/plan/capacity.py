@@ -26,12 +26,14 @@ def sequence_bytes(shape: Shape, precision: Precision, context: float) -> float:
 
 def kv_bytes(cost: MachineCost) -> float:
     """Returns the bytes for K/V on all devices together, without the weights and the reserve
-    (Efficiency.memory); negative if the weights do not fit. If devices outnumber the K/V heads,
-    several devices hold the same head, and only one copy counts."""
+    (Efficiency.memory), at most what the machine is told; negative if the weights do not fit. If
+    devices outnumber the K/V heads, several devices hold the same head, and only one copy
+    counts."""
     machine = cost.machine
     room = machine.num_devices * cost.efficiency.memory * machine.device.memory_bytes
     copies = machine.num_devices / min(machine.num_devices, cost.shape.num_kv_heads)
-    return (room - cost.shape.weight_bytes(cost.precision)) / copies
+    found = (room - cost.shape.weight_bytes(cost.precision)) / copies
+    return found if machine.most_kv_bytes is None else min(found, machine.most_kv_bytes)
 
 
 def max_tokens(cost: MachineCost) -> int:

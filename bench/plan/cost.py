@@ -56,10 +56,12 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Devices of one kind, tensor parallel over the links to their peers."""
+    """Devices of one kind, tensor parallel over the links to their peers. most_kv_bytes: of K/V in
+    their memory; None: what is beside the weights."""
 
     device: Device
     num_devices: int = 1
+    most_kv_bytes: int | None = None
 
     @property
     def name(self) -> str:

@@ -10,7 +10,7 @@ said of a policy is what it gives at least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +21,10 @@ from bench.plan.capacity import kv_bytes
 from bench.plan.cost import MachineCost
 from bench.plan.hardware import HERE
 from bench.plan.serving import decode_work
-from bench.plan.shapes import Shape
+from bench.plan.shapes import Precision, Shape
+from bench.plan.tables import gb_text, ms_text, rate_text
 from memory.policies.setting import OFF, KVPolicy, parse_kv_policy
+from quant.kv import RECENT_BLOCK
 from serve.errors import ConfigError, reason
 from serve.machine import local_kv_bytes
 from serve.units import format_memory
@@ -68,11 +70,13 @@ class OffloadedStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KVBeyondMemory:
-    """tokens: of all sequences, in memory and file together. steps: of those that fit."""
+    """tokens: of all sequences, in memory and file together. recent_bytes: of the recent tokens of
+    int4 K/V in memory, for as many sequences as the largest batch. steps: of those that fit."""
 
     policy: str
     memory_bytes: int
     bounds_bytes: int
+    recent_bytes: int
     file_bytes: int
     token_bytes: int
     tokens: int
@@ -103,15 +107,17 @@ def kv_beyond_memory(
     if asked.disk_bytes_per_s is None and not is_here:
         raise ConfigError(f"{NAME} needs disk-rate for a machine that is not here")
     memory = asked.memory_bytes or (local_kv_bytes() if is_here else int(max(0, kv_bytes(cost))))
-    sizes = _sizes(cost.shape, cost.precision.kv_group, has_bounds=policy is not None)
-    tokens = int((memory + asked.file_bytes) / sizes.token_bytes)
+    sizes = _sizes(cost.shape, cost.precision, has_bounds=policy is not None)
+    recent = _recent_bytes(cost, max(batches))
+    tokens = int((max(0, memory - recent) + asked.file_bytes) / sizes.token_bytes)
     bounds = int(tokens * sizes.bounds_bytes)
-    resident, least = memory - bounds, _ROOM * min(contexts) / _TILE_TOKENS * sizes.unit_bytes
+    resident = memory - bounds - recent
+    least = _ROOM * min(contexts) / _TILE_TOKENS * sizes.unit_bytes
     if resident < least:
         raise ConfigError(
             f"kv-cache-bytes {memory} is too little for {NAME} {asked.file_bytes}: a layer of"
-            f" {min(contexts)} tokens and the bounds of all keys take"
-            f" {format_memory(int(least + bounds))}"
+            f" {min(contexts)} tokens, the bounds of all keys and recent tokens take"
+            f" {format_memory(int(least + bounds + recent))}"
         )
     disk = asked.disk_bytes_per_s or _measured(asked.folder, sizes.unit_bytes, policy)
     steps = [
@@ -125,6 +131,7 @@ def kv_beyond_memory(
         asked.policy,
         memory,
         bounds,
+        recent,
         asked.file_bytes,
         int(sizes.token_bytes),
         tokens,
@@ -158,8 +165,8 @@ def _check(cost: MachineCost) -> None:
     shape = cost.shape
     if cost.machine.device.kind != "cpu" or cost.machine.num_devices > 1:
         raise ConfigError(f"{NAME} needs one machine that computes on its CPU")
-    if cost.precision.kv != "int8":
-        raise ConfigError(f"{NAME} needs kv-dtype int8, not {cost.precision.kv}")
+    if cost.precision.kv not in ("int8", "int4"):
+        raise ConfigError(f"{NAME} needs kv-dtype int8 or int4, not {cost.precision.kv}")
     problem = None
     if shape.state_bytes:
         problem = "states"
@@ -174,8 +181,8 @@ def _check(cost: MachineCost) -> None:
         raise ConfigError(f"{NAME} cannot be used with {shape.name}, which has {problem}")
 
 
-def _sizes(shape: Shape, group: int, *, has_bounds: bool) -> _Sizes:
-    from memory.attention.offloaded import OffloadedKVLayout  # imports torch
+def _sizes(shape: Shape, precision: Precision, *, has_bounds: bool) -> _Sizes:
+    from memory.attention.offloaded_layout import OffloadedKVLayout  # imports torch
     from memory.attention.seam import AttentionLayer
 
     layers = [
@@ -183,13 +190,21 @@ def _sizes(shape: Shape, group: int, *, has_bounds: bool) -> _Sizes:
         for layer, number in shape.layer_attentions().items()
         for _ in range(number)
     ]
-    layout = OffloadedKVLayout(layers, group, has_bounds=has_bounds)
+    layout = OffloadedKVLayout(layers, precision.kv, precision.kv_group, has_bounds=has_bounds)
     layout.pad_bounds(max(1, _PAGE_BYTES // layout.tile_bytes))
     return _Sizes(
         layout.tile_bytes / _TILE_TOKENS,
         layout.bounds_tile_bytes / _TILE_TOKENS,
         max(layout.unit_bytes),
     )
+
+
+def _recent_bytes(cost: MachineCost, num_sequences: int) -> int:
+    """Returns the int8 K/V of recent tokens beside int4: two blocks of each sequence."""
+    if cost.precision.kv != "int4":
+        return 0
+    token_bytes = cost.shape.kv_token_bytes(replace(cost.precision, kv="int8"))
+    return int(2 * RECENT_BLOCK * num_sequences * token_bytes)
 
 
 def _measured(folder: Path | None, unit_bytes: int, policy: KVPolicy | None) -> float:
@@ -210,22 +225,23 @@ def _measured(folder: Path | None, unit_bytes: int, policy: KVPolicy | None) -> 
 
 def print_kv_beyond(found: KVBeyondMemory, console: Console) -> None:
     how = "measured now" if found.is_measured else "given"
-    bounds = f", {format_memory(found.bounds_bytes)} of it bounds" if found.bounds_bytes else ""
+    parts = {"bounds": found.bounds_bytes, "recent tokens": found.recent_bytes}
+    always = "".join(f", {gb_text(size)} of it {name}" for name, size in parts.items() if size)
     console.print(
         f"K/V beyond memory: {found.tokens:,} tokens of all sequences in"
-        f" {format_memory(found.memory_bytes)} of memory{bounds}, and a file of"
-        f" {format_memory(found.file_bytes)}; kv_policy {found.policy}; the disk gives"
-        f" {format_memory(int(found.disk_bytes_per_s))}/s ({how})."
+        f" {gb_text(found.memory_bytes)} of memory{always}, and a file of"
+        f" {gb_text(found.file_bytes)}; kv_policy {found.policy}; the disk gives"
+        f" {gb_text(found.disk_bytes_per_s)}/s ({how})."
     )
-    table = Table("batch", "context", "K/V", "in memory", "read in a step", "step s", "tokens/s")
+    table = Table("batch", "context", "K/V", "in memory", "read in a step", "step, ms", "tokens/s")
     for step in found.steps:
         table.add_row(
             str(step.batch),
             f"{step.context:,}",
-            format_memory(int(step.kv_bytes)),
+            gb_text(step.kv_bytes),
             f"{100 * step.held:.0f} %",
-            format_memory(int(step.read_bytes)),
-            f"{step.seconds:.3g}",
-            f"{step.batch / step.seconds:.3g}",
+            gb_text(step.read_bytes),
+            ms_text(step.seconds),
+            rate_text(step.batch / step.seconds),
         )
     console.print(table if found.steps else "No batch of these fits.")

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,12 @@ from bench.plan.beyond_memory import beyond_memory, print_beyond
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
-from bench.plan.kv_beyond_memory import KVOffload, kv_beyond_memory, print_kv_beyond
+from bench.plan.kv_beyond_memory import (
+    KVBeyondMemory,
+    KVOffload,
+    kv_beyond_memory,
+    print_kv_beyond,
+)
 from bench.plan.plots import plot
 from bench.plan.search import Budget, all_machines, rank, rank_splits
 from bench.plan.serving import Load, Slo
@@ -62,7 +67,7 @@ def run(
     room for. batches and contexts are the rows and columns of one machine's table. ttft_s and
     tpot_ms are the SLO, usd_per_h and usd_per_m (dollars per million output tokens) the budget.
     disaggregated also ranks pairs of compute and memory devices. offload: K/V of the one machine
-    that is also in a file. top is the number of rows of the
+    that is also in a file; its memory is that of all K/V then. top is the number of rows of the
     comparison. png_file is not written if no machine meets the SLO within the budget.
     Raises ConfigError that names the wrong argument.
     """
@@ -89,6 +94,8 @@ def run(
         require_divisible(name, machine, shape)
     if offload is not None and len(chosen) != 1:
         raise ConfigError("kv-offload-bytes needs exactly one machine")
+    if offload is not None:
+        chosen = [replace(chosen[0], most_kv_bytes=offload.memory_bytes)]
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -98,10 +105,13 @@ def run(
     }
     if len(chosen) == 1:
         cost, bound = _costs(shape, precision, chosen[0])
+        in_file = None  # first, because it refuses most
+        if offload is not None:
+            in_file = kv_beyond_memory(cost, offload, batches, contexts)
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console)
         result["details"] = detailed.as_json()
-        result |= _beyond(cost, batches, contexts, offload, console)
+        result |= _beyond(cost, batches, contexts, in_file, console)
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
     print_ranking(choices, load, top, console)
@@ -124,7 +134,7 @@ def _beyond(
     cost: MachineCost,
     batches: Sequence[int],
     contexts: Sequence[int],
-    offload: KVOffload | None,
+    in_file: KVBeyondMemory | None,
     console: Console,
 ) -> dict[str, Any]:
     """Prints and returns what is predicted of weights and of K/V that are not all in memory."""
@@ -133,10 +143,9 @@ def _beyond(
     if weights is not None:
         print_beyond(weights, console)
         result["beyond_memory"] = weights.as_json()
-    if offload is not None:
-        kv = kv_beyond_memory(cost, offload, batches, contexts)
-        print_kv_beyond(kv, console)
-        result["kv_beyond_memory"] = kv.as_json()
+    if in_file is not None:
+        print_kv_beyond(in_file, console)
+        result["kv_beyond_memory"] = in_file.as_json()
     return result
 
 

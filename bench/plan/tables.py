@@ -116,9 +116,9 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
     name = marked(machine.device, machine.name)
     console.print(
         f"[bold]{shape.name}[/bold], {_parameters(shape)}, "
-        f"{precision.weights} ({_gb(shape.weight_bytes(precision))}), K/V {precision.kv} "
+        f"{precision.weights} ({gb_text(shape.weight_bytes(precision))}), K/V {precision.kv} "
         f"({token_bytes:,.0f} bytes a token){_state(shape)} on [bold]{name}[/bold] "
-        f"({_gb(machine.num_devices * machine.device.memory_bytes)})",
+        f"({gb_text(machine.num_devices * machine.device.memory_bytes)})",
         highlight=False,
     )
     if room <= 0:
@@ -126,7 +126,7 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
         print_meanings([machine.device], False, console)
         return
     console.print(
-        f"K/V: {_gb(room)}, {max_tokens(cost):,} tokens or "
+        f"K/V: {gb_text(room)}, {max_tokens(cost):,} tokens or "
         f"{max_sequences(cost, load.context):,} sequences of {load.prompt} + {load.output}",
         highlight=False,
     )
@@ -137,7 +137,11 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
         title="A prompt alone: time to the first token",
     )
     for tokens, seconds, bound_s in detailed.prompts:
-        expected = (f"{tilde}{_ms(seconds)}", _ms(bound_s), f"{tilde}{tokens / seconds:,.0f}")
+        expected = (
+            f"{tilde}{ms_text(seconds)}",
+            ms_text(bound_s),
+            f"{tilde}{tokens / seconds:,.0f}",
+        )
         table.add_row(f"{tokens:,}", *expected)
     console.print(table)
     print_meanings([machine.device], cost.is_assumed, console)
@@ -174,9 +178,8 @@ def _decode_table(detailed: Details) -> Table:
 
 def _decode_cell(cell: Cell, is_assumed: bool) -> str:
     tilde, rate = _tilde(is_assumed), cell.batch / cell.expected_s
-    text = (
-        f"{tilde}{_ms(cell.expected_s)} ({_ms(cell.bound_s)})  {tilde}{rate:,.0f}/s  {cell.binds}"
-    )
+    times = f"{tilde}{ms_text(cell.expected_s)} ({ms_text(cell.bound_s)})"
+    text = f"{times}  {tilde}{rate:,.0f}/s  {cell.binds}"
     return text if cell.fits else f"[dim]✗ {text}[/dim]"
 
 
@@ -195,13 +198,13 @@ def print_ranking(choices: Sequence[Choice], load: Load, top: int, console: Cons
         serving = choice.serving
         assert serving is not None
         tilde, is_full = _tilde(choice.is_assumed), serving.limit == "memory"
-        times = (_ms(serving.step_s), _ms(serving.longest_s), f"{serving.ttft_s:.2f} s")
+        times = (ms_text(serving.step_s), ms_text(serving.longest_s), f"{serving.ttft_s:.2f} s")
         table.add_row(
             marked(choice.machine.device, choice.machine.name),
             dollars(choice.machine.dollars_per_h),
             f"{'' if is_full else tilde}{serving.batch:,}",
             f"{tilde}{serving.tokens_per_s:,.0f}",
-            f"{tilde}{_rate(serving.requests_per_s)}",
+            f"{tilde}{rate_text(serving.requests_per_s)}",
             *(f"{tilde}{time}" for time in times),
             NONE if choice.dollars_per_m is None else tilde + dollars(choice.dollars_per_m),
             serving.binds,
@@ -238,7 +241,7 @@ def print_splits(choices: Sequence[SplitChoice], top: int, console: Console) -> 
             f"{tilde}{figures.batch:,.0f}",
             f"{tilde}{figures.in_flight}",
             f"{tilde}{figures.tokens_per_s:,.0f}",
-            f"{tilde}{_ms(figures.step_s)}",
+            f"{tilde}{ms_text(figures.step_s)}",
             NONE if per_dollar is None else tilde + dollars(1e6 / per_dollar),
             f"{tilde}{choice.used_bytes_per_s / 1e9:,.0f}",
             f"{choice.network_bytes_per_s / 1e9:,.0f}",
@@ -275,15 +278,15 @@ def _names(header: str) -> Column:
     return Column(header, no_wrap=True)
 
 
-def _rate(per_s: float) -> str:
+def rate_text(per_s: float) -> str:
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.2f}"
 
 
-def _gb(num_bytes: float) -> str:
+def gb_text(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:,.3g} GB"
 
 
-def _ms(seconds: float) -> str:
+def ms_text(seconds: float) -> str:
     return f"{1e3 * seconds:,.3g}" if seconds < 1 else f"{1e3 * seconds:,.0f}"
 
 

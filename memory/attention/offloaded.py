@@ -1,5 +1,5 @@
-"""int8 K/V in tiles of which a part is in memory, and the rest in a file: the layout, and the
-attention seam over it.
+"""The attention seam over int8 and int4 K/V in tiles of which a part is in memory, and the rest in
+a file.
 
 A layer's part of a tile is a unit, which is in memory or in the file. Each layer of a step makes
 the units resident that its rows read and write, and starts to fetch those that the next layer will
@@ -13,7 +13,6 @@ import errno
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import gcd
 from typing import Protocol
 
 import numpy as np
@@ -21,63 +20,25 @@ import numpy.typing as npt
 from torch import Tensor
 
 from memory.attention.early_choices import EarlyChoices
+from memory.attention.offloaded_layout import OffloadedKVLayout
+from memory.attention.recent_blocks import RecentBlocks, Span
 from memory.attention.seam import (
-    AttentionLayer,
     AttentionStep,
     ExpectsQueries,
     Finished,
     Rotation,
     Ticket,
 )
-from memory.attention.tiled import TiledKVLayout, append, is_selectable, tiled_ops
+from memory.attention.tiled import append, tiled_ops
 from memory.pages.lost_kv import KVLostError
 from memory.policies.selection import Selection
 from ops.cpu.native_tiled_attention import TiledAttention, TiledAttentionStep
-from quant.kv import TILE_TOKENS, bounds_bytes
-
-UNIT_ALIGNMENT = 4096
-"""Units begin at multiples of this, in memory and in the file, which is read in such blocks."""
-
-_LINE_BYTES = 64
+from quant.kv import TILE_TOKENS
 
 Tiles = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 _NO_TILES: Tiles = np.empty(0, dtype=np.int64)
 _NO_FLAGS: Flags = np.empty(0, dtype=np.bool_)
-
-
-class OffloadedKVLayout(TiledKVLayout):
-    """The layout of int8 K/V whose layers have places of their own, the units, in multiples of
-    UNIT_ALIGNMENT.
-
-    tile_bytes: of all units of a tile. bounds: where those of each layer begin in a tile of their
-    own, of bounds_tile_bytes, if K/V is selected.
-    """
-
-    def __init__(
-        self, layers: Sequence[AttentionLayer], group: int, *, has_bounds: bool = False
-    ) -> None:
-        super().__init__(layers, "int8", group)
-        assert all(layer.shares is None for layer in layers), "each layer has its own K/V"
-        self.unit_bytes = [_aligned(form.tile_bytes) for form in self.formats]
-        self.offsets, self.tile_bytes = [0] * len(self.layers), sum(self.unit_bytes)
-        self.bounds_tile_bytes = 0
-        if not has_bounds:
-            return
-        for number, layer in enumerate(self.layers):
-            assert is_selectable(layer), "all layers select"
-            self.bounds[number] = self.bounds_tile_bytes
-            self.bounds_tile_bytes += bounds_bytes(layer.num_kv_heads, layer.head_dim)
-
-    def pad_bounds(self, tiles_per_page: int) -> None:
-        """Pads the bounds of each tile, so that those of a page's tiles fill whole system pages."""
-        if self.bounds_tile_bytes:
-            unit = max(_LINE_BYTES, UNIT_ALIGNMENT // gcd(UNIT_ALIGNMENT, tiles_per_page))
-            self.bounds_tile_bytes = -(-self.bounds_tile_bytes // unit) * unit
-
-
-def _aligned(num_bytes: int) -> int:
-    return -(-num_bytes // UNIT_ALIGNMENT) * UNIT_ALIGNMENT
 
 
 class ResidentUnits(Protocol):
@@ -120,16 +81,19 @@ class OffloadedAttention:
         pool_tiles: PoolTiles,
         selection: Selection | None = None,
         max_tiles: int = sys.maxsize,
+        recent: RecentBlocks | None = None,
     ) -> None:
         """bounds_address: of the reservation of the bounds. selection: what decoded rows read.
-        max_tiles: the most tiles of a layer that can be resident at once."""
+        max_tiles: the most tiles of a layer that can be resident at once. recent: recent tokens of
+        int4 K/V; they are always in memory."""
         assert selection is None or layout.has_bounds, "rows select by bounds"
         self._layout = layout
         self._bounds_address = bounds_address
         self._units, self._pool_tiles = units, pool_tiles
         self._selection = selection
         self._max_tiles = max_tiles
-        ops = tiled_ops(layout)
+        self._recent = recent
+        ops = tiled_ops(layout, None if recent is None else recent.layers)
         self._ops = [op for op in ops if isinstance(op, TiledAttention)]
         assert len(self._ops) == len(ops), "no latents"
         self._read: dict[int, list[Flags]] = {}  # by a range's start, in the last step, per layer
@@ -147,6 +111,7 @@ class OffloadedAttention:
             num_selecting, budgets = self._selection.plan(
                 step.num_rows, step.kv_lens, step.prompt_lens, TILE_TOKENS, step.policies
             )
+        spans = [] if self._recent is None else self._recent.begin(step)
         native = self._native(step, len(step.starts), num_selecting, budgets)
         foreseen = None
         rows = step.num_rows if any(num_selecting[: step.num_decodes]) else []
@@ -156,7 +121,7 @@ class OffloadedAttention:
                 foreseen = self._native(step, step.num_decodes, num_selecting, budgets)
         guesses = [self._read.get(start) for start in step.starts]
         return OffloadedPlan(
-            self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses
+            self, native, foreseen, tiles, step.num_rows, num_selecting, step.starts, guesses, spans
         )
 
     def _native(
@@ -175,6 +140,8 @@ class OffloadedAttention:
         if layout.has_bounds:
             starts = [tile * layout.bounds_tile_bytes for tile in first_tiles]
             native.add_bounds(self._bounds_address, layout.bounds_tile_bytes, starts)
+        if self._recent is not None:
+            self._recent.add_to(native, step.starts[:count])
         if budgets:
             chosen = num_selecting[:count]
             native.select(chosen, budgets[: sum(chosen)])
@@ -200,6 +167,13 @@ class OffloadedAttention:
     @property
     def max_tiles(self) -> int:
         return self._max_tiles
+
+    def end(self, spans: Sequence[Span]) -> None:
+        """Lets all units go after the last layer of a step, and the memory of recent tokens that
+        no later row reads. spans: of the step."""
+        self._units.end()
+        if self._recent is not None:
+            self._recent.end(spans)
 
     def note_asked(self, layer: int, num_units: int) -> None:
         """Notes that so many units of a layer are read."""
@@ -262,16 +236,19 @@ class OffloadedPlan(ExpectsQueries):
         num_selecting: Sequence[int],
         starts: Sequence[int],
         guesses: Sequence[Sequence[Flags] | None],
+        spans: Sequence[Span],
     ) -> None:
         """foreseen: the step's first sequences, whose tiles are chosen early; None: no rows of
         these select. num_rows: of each sequence; num_selecting: its last ones, which select.
-        guesses: what each layer may read of the sequences, from the first tile on."""
+        guesses: what each layer may read of the sequences, from the first tile on. spans: of recent
+        tokens."""
         selects = [n > 0 for n in num_selecting]
         self._places: Tiles = np.zeros(len(tiles.tiles), dtype=np.int64)
         step.place_tiles(self._places)
         self._attention, self._step, self._tiles = attention, step, tiles
         self._foreseen, self._is_told = foreseen, False
         self._selects, self._starts, self._guesses = selects, starts, guesses
+        self._spans = spans
         self._all = tiles.numbers(np.ones(len(tiles.tiles), dtype=np.bool_))
         self._chooses = any(selects)
         rows = zip(num_rows, num_selecting, strict=True)
@@ -301,7 +278,6 @@ class OffloadedPlan(ExpectsQueries):
         layer, q, _ = ticket
         attend = self._attend_chosen if self._chooses else self._attend_all
         units = self._attention.units
-        is_last = layer + 1 == len(self._attention.ops)
         try:
             out = attend(layer, q.float(), lambda: self._append(layer, k, v, rotation))
         except OSError as error:
@@ -310,8 +286,7 @@ class OffloadedPlan(ExpectsQueries):
         except BaseException:
             units.end()
             raise
-        if is_last:
-            units.end()
+        self._end_layer(layer)
         return Finished(out.to(q.dtype))
 
     def store(self, layer: int, k: Tensor, v: Tensor | None, rotation: Rotation | None) -> None:
@@ -319,6 +294,11 @@ class OffloadedPlan(ExpectsQueries):
         self._begin_layer(layer, _NO_TILES, self._tiles.fresh)
         self._append(layer, k, v, rotation)
         self._attention.units.end()
+        self._end_layer(layer)
+
+    def _end_layer(self, layer: int) -> None:
+        if layer + 1 == len(self._attention.ops):
+            self._attention.end(self._spans)
 
     def _begin_layer(self, layer: int, read: Tiles, fresh: Flags) -> None:
         """Makes the units resident that the layer reads and writes, and notes where they are."""

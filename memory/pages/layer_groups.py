@@ -33,6 +33,8 @@ class LayerGroup:
         complete blocks are worth little.
     max_tokens: the leading tokens of a sequence that are kept here; None: all. Later ones are in
         other memory.
+    hit_tokens: a cached prefix ends at a multiple of so many tokens, because the next rows need
+        what is not in its pages.
     is_state: a tile holds the state after its last computed token, and not what its tokens add, so
         that a prefix ends where a tile does.
     read_block: kernels read keys in blocks of so many positions, counted from a range's start, and
@@ -46,6 +48,7 @@ class LayerGroup:
     max_tokens: int | None = None
     by_block: bool = False
     is_state: bool = False
+    hit_tokens: int = 1
 
     def __post_init__(self) -> None:
         assert self.token_bytes > 0, f"{self}"
@@ -80,6 +83,7 @@ class GroupPages:
         self.read_block = group.read_block
         self.by_block = group.by_block
         self.is_state = group.is_state
+        self.hit_tokens = group.hit_tokens
         self.page_bytes = page_bytes
         self._tile_bytes = group.token_bytes * group.tile_tokens
         self.unit_tokens = lcm(page_bytes, self._tile_bytes) // group.token_bytes

@@ -185,7 +185,8 @@ def _reachable(
         num_tokens = num_tokens // group.tile_tokens * group.tile_tokens
     if group.window is None:
         num_cached = sum(1 for _ in takewhile(is_there, chain))
-        return min(num_tokens, group.tokens_in(num_cached))
+        found = min(num_tokens, group.tokens_in(num_cached))
+        return found - found % group.hit_tokens
     while num_tokens > 0:
         slots = range(group.first_slot(num_tokens), group.slots_for(num_tokens))
         if slots.stop > len(chain) and slots:

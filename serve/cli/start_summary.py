@@ -116,11 +116,13 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
 
 def _policy(engine: Engine) -> list[tuple[str, str]]:
     selection, policy = engine.loaded.selection, engine.config.policy
-    if policy is not None and policy.evicts:
-        return [("", f"sequences keep {policy.amount} of it ({policy.name})")]
-    if selection is None:
-        return []
-    return [("", f"decoded tokens read {selection.policy.amount} of it ({selection.policy.name})")]
+    verb = "sequences keep"
+    if policy is None or not policy.evicts:
+        if selection is None:
+            return []
+        policy, verb = selection.policy, "decoded tokens read"
+    least = f", at least {policy.least:,} tokens" if policy.tokens is None else ""
+    return [("", f"{verb} {policy.amount} of it{least} ({policy.name})")]
 
 
 def _rows(by_node: dict[str, str], backend: str) -> list[tuple[str, str]]:

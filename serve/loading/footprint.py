@@ -35,6 +35,7 @@ _BITS = {"int8": 8.0, "fp8": 8.0, **dict.fromkeys(ROUNDED_TO_4_BITS, 4.0)}
 _GROUP_SCALE_BITS = 16
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
+_PACKED = 1.02  # the file of packed weights, in the weights
 _LEAST_SHARE = 0.05  # of all weights that must fit for a start without weight_memory_bytes
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 
@@ -254,8 +255,25 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
 
 def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> int:
     """Returns about how many bytes the packed weights take."""
+    return int(_PACKED * _by_headers(config, spec, precision).total)
+
+
+def streamed_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> tuple[int, int]:
+    """Returns about_bytes, and a number of bytes without which no weights can stream: two layers of
+    the mean size, and the experts of a row and of what is read ahead. What a model needs
+    (streaming.placement.least_bytes) is known when it is packed, and is more."""
+    found, layers = _by_headers(config, spec, precision), spec.num_layers
+    least = found.blocks * min(1.0, 2 / max(1, layers))
+    if spec.mixtures:
+        total = sum(each.num_experts for each in spec.mixtures)
+        used = min(total, 2 * min(each.router.top_k for each in spec.mixtures))
+        least += found.experts * used / total
+    return int(_PACKED * found.total), int(least)
+
+
+def _by_headers(config: EngineConfig, spec: ModelSpec, precision: Precision) -> WeightBytes:
     checkpoint = None if spec.packed is None else open_checkpoint(config.model_path, spec)
-    return int(1.02 * weight_bytes(config, spec, precision, checkpoint).total)
+    return weight_bytes(config, spec, precision, checkpoint)
 
 
 def _refusal(config: EngineConfig, precision: Precision) -> str | None:

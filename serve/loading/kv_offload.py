@@ -16,9 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from memory.attention.grouped import group_layers
-from memory.attention.offloaded import OffloadedAttention, OffloadedKVLayout
+from memory.attention.offloaded import OffloadedAttention
+from memory.attention.offloaded_layout import OffloadedKVLayout, aligned
+from memory.attention.recent_blocks import RecentBlocks
 from memory.attention.seam import AttentionLayer
+from memory.attention.tiled import TILED_TYPES, RecentStore, TiledKVLayout
 from memory.kv_manager import KVManager
+from memory.offload.block_memory import BlockMemory
 from memory.offload.frames import Frames
 from memory.offload.offloaded_memory import OffloadedMemory
 from memory.offload.residency import Residency
@@ -27,14 +31,16 @@ from memory.pages.layer_groups import LayerGroup
 from memory.policies.selection import Selection
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent
 from ops.cpu import native_library
+from quant.kv import RECENT_BLOCK, TILE_TOKENS
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
-from serve.loading.kv_layouts import open_selection
+from serve.loading.kv_layouts import open_selection, recent_layout
 from serve.loading.kv_sizing import KVSizes, reserving, size_kv
 from serve.loading.precision import Precision
 from serve.machine import has_idle_core, local_kv_bytes, total_memory
 from serve.models import ModelSpec
 from serve.regular_file import user_cache
+from serve.runner.runner import Closable, ClosedBehind
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -42,6 +48,7 @@ logger = logging.getLogger(__name__)
 NAME = "kv_offload_bytes"
 # The least K/V in memory, in layers of the longest sequence: a step may read a whole layer.
 _ROOM = 1.25
+_MOST_FIXED = 0.5  # of the memory, for what is always there; more gets a warning
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +57,7 @@ class OffloadedKV:
 
     kv: KVManager
     attention: OffloadedAttention
-    memory: OffloadedMemory
+    memory: Closable
     units: Residency
     selection: Selection | None
 
@@ -58,11 +65,13 @@ class OffloadedKV:
 @dataclass(frozen=True, slots=True)
 class OffloadSizes:
     """pages: of memory and the file together. resident_bytes: the most K/V in memory, beside the
-    bounds. bounds_page_bytes: the bounds of a page, all of which are in memory."""
+    bounds and the recent tokens. bounds_page_bytes: the bounds of a page, all of which are in
+    memory. recent_bytes: the most of recent tokens, which are there, too."""
 
     pages: KVSizes
     resident_bytes: int
     bounds_page_bytes: int
+    recent_bytes: int
 
     @property
     def pool_bytes(self) -> int:
@@ -71,6 +80,21 @@ class OffloadSizes:
     @property
     def bounds_bytes(self) -> int:
         return self.bounds_page_bytes * self.pages.num_pages
+
+    @property
+    def fixed_bytes(self) -> int:
+        """What is always in memory."""
+        return self.bounds_bytes + self.recent_bytes
+
+    @property
+    def fixed_parts(self) -> str:
+        """Names it, "" if there is none."""
+        parts = {
+            "the bounds of all keys": self.bounds_bytes,
+            "recent tokens in int8 of max_num_seqs sequences": self.recent_bytes,
+        }
+        found = [f"{name} ({format_memory(size)})" for name, size in parts.items() if size]
+        return " and ".join(found)
 
 
 def check_offload(config: EngineConfig, precision: Precision, spec: ModelSpec) -> None:
@@ -82,8 +106,8 @@ def check_offload(config: EngineConfig, precision: Precision, spec: ModelSpec) -
         return
     if precision.backend != "cpu" or not native_library.is_available():
         raise ConfigError(f"{NAME} needs the native kernels of the cpu back end")
-    if precision.kv != "int8":
-        raise ConfigError(f"{NAME} needs kv_dtype int8, not {precision.kv}")
+    if precision.kv not in TILED_TYPES:
+        raise ConfigError(f"{NAME} needs kv_dtype {' or '.join(TILED_TYPES)}, not {precision.kv}")
     if config.policy is not None and config.policy.evicts:
         raise ConfigError(f"kv_policy {config.policy.name} cannot be used with {NAME}")
     if spec.state_layers:
@@ -109,10 +133,15 @@ def _check_layers(model_type: str, layers: Sequence[AttentionLayer], max_len: in
 
 
 def size_offload(
-    config: EngineConfig, spec: ModelSpec, layout: OffloadedKVLayout, *, is_trial: bool = False
+    config: EngineConfig,
+    spec: ModelSpec,
+    layout: OffloadedKVLayout,
+    recent: TiledKVLayout | None,
+    *,
+    is_trial: bool = False,
 ) -> OffloadSizes:
-    """Returns the sizes of K/V in memory and in the file, and pads the bounds of the layout.
-    ConfigError names the setting. is_trial: nothing is logged."""
+    """Returns the sizes of K/V in memory and in the file, and pads the layouts. ConfigError names
+    the setting. recent: of recent tokens of int4 K/V. is_trial: nothing is logged."""
     assert config.kv_offload_bytes is not None
     memory_bytes = config.kv_cache_bytes or local_kv_bytes()
     if memory_bytes > total_memory():
@@ -126,45 +155,90 @@ def size_offload(
             f"kv_page_bytes {config.kv_page_bytes} cannot be used with {NAME}: for this model it"
             f" must be a multiple of {tile}"
         )
-    group = LayerGroup(layout.token_bytes, layout.tile_tokens)
+    recent_bytes = 0
+    if recent is not None:
+        recent.pad(aligned(recent.tile_bytes))
+        # two blocks of each sequence, and the rows of a step (memory.attention.recent_blocks)
+        tokens = 2 * RECENT_BLOCK * config.max_num_seqs + config.batched_tokens
+        recent_bytes = tokens * recent.token_bytes
+    hit_tokens = 1 if recent is None else RECENT_BLOCK
     sizes = size_kv(
         replace(config, kv_cache_bytes=None),
         spec,
-        [group],
-        free_bytes=memory_bytes + config.kv_offload_bytes,
+        [LayerGroup(layout.token_bytes, layout.tile_tokens, hit_tokens=hit_tokens)],
+        free_bytes=max(0, memory_bytes - recent_bytes) + config.kv_offload_bytes,
         setting=f"kv_cache_bytes and {NAME}, together",
         is_trial=is_trial,
     )
     assert sizes.groups[0].token_bytes == layout.token_bytes, "tiles need no padding"
+    if config.kv_offload_bytes < sizes.page_bytes:
+        raise ConfigError(
+            f"{NAME} {config.kv_offload_bytes} is less than a page of K/V,"
+            f" {sizes.page_bytes} bytes for this model"
+        )
     tiles_per_page = sizes.page_bytes // tile
     layout.pad_bounds(tiles_per_page)
     bounds_page_bytes = layout.bounds_tile_bytes * tiles_per_page
-    pool_bytes = sizes.page_bytes * sizes.num_pages
-    asked = memory_bytes + config.kv_offload_bytes
-    if asked - pool_bytes >= sizes.page_bytes and not is_trial:
+    fixed = bounds_page_bytes * sizes.num_pages + recent_bytes
+    resident = min(sizes.page_bytes * sizes.num_pages, memory_bytes - fixed)
+    found = OffloadSizes(sizes, resident, bounds_page_bytes, recent_bytes)
+    _check_memory(config, memory_bytes, found, max(layout.unit_bytes))
+    if not is_trial:
+        _log_memory(config, memory_bytes, found)
+    return found
+
+
+def _check_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes, unit: int) -> None:
+    """Raises ConfigError if a layer of the longest sequence does not fit beside what is always in
+    memory. unit: bytes of a layer's K/V in a tile."""
+    max_len = sizes.pages.max_model_len
+    least = int(_ROOM * -(-max_len // TILE_TOKENS) * unit)
+    if sizes.resident_bytes >= least:
+        return
+    beside = f" beside {sizes.fixed_parts}" if sizes.fixed_bytes else ""
+    lower = f"max_num_seqs, {NAME}" if sizes.recent_bytes else NAME
+    raise ConfigError(
+        f"kv_cache_bytes {memory_bytes} is too little for {NAME} {config.kv_offload_bytes}: a layer"
+        f" of {max_len} tokens takes {format_memory(least)}{beside},"
+        f" {format_memory(least + sizes.fixed_bytes)} in all; raise it, or lower {lower} or"
+        " max_model_len"
+    )
+
+
+def _log_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes) -> None:
+    """Logs what of the memory and the file has no use, or another one than K/V."""
+    assert config.kv_offload_bytes is not None
+    asked, pages = memory_bytes - sizes.recent_bytes + config.kv_offload_bytes, sizes.pages
+    if asked - sizes.pool_bytes >= pages.page_bytes:
         logger.info(
             "kv_cache_bytes and %s are %s, of which %s could be used by max_num_seqs sequences of"
             " max_model_len; no more is taken",
             NAME,
             format_memory(asked),
-            format_memory(pool_bytes),
+            format_memory(sizes.pool_bytes),
         )
-    resident = min(pool_bytes, memory_bytes - bounds_page_bytes * sizes.num_pages)
-    longest = -(-sizes.max_model_len // layout.tile_tokens) * max(layout.unit_bytes)
-    if resident < _ROOM * longest:
-        need = int(_ROOM * longest) + bounds_page_bytes * sizes.num_pages
-        raise ConfigError(
-            f"kv_cache_bytes {memory_bytes} is too little for {NAME} {config.kv_offload_bytes}:"
-            f" a layer of {sizes.max_model_len} tokens and the bounds of all keys take"
-            f" {format_memory(need)}; raise it, or lower {NAME} or max_model_len"
+    if sizes.fixed_bytes > _MOST_FIXED * memory_bytes:
+        logger.warning(
+            "kv_cache_bytes: of %s in memory, %s are taken by %s, so that %s are left for other"
+            " K/V, %.2g %% of what memory and file hold; raise kv_cache_bytes, or lower %s%s",
+            format_memory(memory_bytes),
+            format_memory(sizes.fixed_bytes),
+            sizes.fixed_parts,
+            format_memory(sizes.resident_bytes),
+            100 * sizes.resident_bytes / sizes.pool_bytes,
+            "max_num_seqs or " if sizes.recent_bytes else "",
+            NAME,
         )
-    return OffloadSizes(sizes, resident, bounds_page_bytes)
 
 
 def offloaded_layout(
-    config: EngineConfig, layers: Sequence[AttentionLayer], selection: Selection | None
+    config: EngineConfig,
+    precision: Precision,
+    layers: Sequence[AttentionLayer],
+    selection: Selection | None,
 ) -> OffloadedKVLayout:
-    return OffloadedKVLayout(layers, config.kv_group, has_bounds=selection is not None)
+    has_bounds = selection is not None
+    return OffloadedKVLayout(layers, precision.kv, config.kv_group, has_bounds=has_bounds)
 
 
 def open_offloaded(
@@ -175,11 +249,11 @@ def open_offloaded(
 ) -> OffloadedKV:
     """Makes K/V in memory and in a file. ConfigError names the setting."""
     selection = open_selection(config, precision, layers)
-    layout = offloaded_layout(config, layers, selection)
-    sizes = size_offload(config, spec, layout)
-    pages = sizes.pages
-    folder = _folder(config)
-    with _opening(folder):
+    layout = offloaded_layout(config, precision, layers, selection)
+    recent_tokens = recent_layout(config, precision, layers)
+    sizes = size_offload(config, spec, layout, recent_tokens)
+    pages, folder = sizes.pages, _folder(config)
+    with _opening(folder, sizes.pool_bytes):
         _make(folder, is_named=config.kv_offload_dir is not None)
         check_parent(folder)
         file = open_file(folder, sizes.pool_bytes)
@@ -197,7 +271,7 @@ def open_offloaded(
         with reserving(sizes.resident_bytes, "kv_cache_bytes"):
             frames = Frames(frame_bytes, sizes.resident_bytes // frame_bytes)
         undo.callback(frames.close)
-        with _opening(folder):
+        with _opening(folder, sizes.pool_bytes):
             units = Residency(memory, file, frames, layout.unit_bytes)
         undo.callback(units.close)
         kv = KVManager(
@@ -211,7 +285,11 @@ def open_offloaded(
         )
         with reserving(kv.total_bytes, "max_num_seqs and max_model_len"):
             memory.reserve(kv.total_bytes)
+        blocks = None if recent_tokens is None else _block_memory(config, recent_tokens, kv)
         undo.pop_all()
+    recent = None
+    if blocks is not None and recent_tokens is not None:
+        recent = RecentBlocks(RecentStore(recent_tokens, blocks.address), blocks)
     attention = OffloadedAttention(
         layout,
         memory.bounds_address,
@@ -219,15 +297,23 @@ def open_offloaded(
         memory.pool_tiles,
         selection,
         max_tiles=int(sizes.resident_bytes / _ROOM) // max(layout.unit_bytes),
+        recent=recent,
     )
     logger.info(
         "K/V beyond memory: %s in memory%s, and a file of %s in %s",
-        format_memory(sizes.resident_bytes + sizes.bounds_bytes),
-        f", of which bounds take {format_memory(sizes.bounds_bytes)}" if sizes.bounds_bytes else "",
+        format_memory(sizes.resident_bytes + sizes.fixed_bytes),
+        f", {sizes.fixed_parts} included" if sizes.fixed_bytes else "",
         format_memory(sizes.pool_bytes),
         folder,
     )
-    return OffloadedKV(kv, attention, memory, units, selection)
+    last = memory if blocks is None else ClosedBehind(memory.close, blocks)
+    return OffloadedKV(kv, attention, last, units, selection)
+
+
+def _block_memory(config: EngineConfig, recent: TiledKVLayout, kv: KVManager) -> BlockMemory:
+    num_bytes = kv.range_tokens * config.max_num_seqs * recent.token_bytes
+    with reserving(num_bytes, "max_num_seqs and max_model_len"):
+        return BlockMemory(recent.tile_bytes, config.max_num_seqs, kv.range_tokens)
 
 
 def _folder(config: EngineConfig) -> Path:
@@ -248,8 +334,8 @@ def _make(folder: Path, *, is_named: bool) -> None:
 
 
 @contextlib.contextmanager
-def _opening(folder: Path) -> Iterator[None]:
-    """Turns errors of the file in a folder into a ConfigError."""
+def _opening(folder: Path, num_bytes: int) -> Iterator[None]:
+    """Turns errors of the file of num_bytes in a folder into a ConfigError."""
     try:
         yield
     except (FileExistsError, NotADirectoryError) as error:
@@ -257,5 +343,9 @@ def _opening(folder: Path) -> Iterator[None]:
     except DiskDirectoryError as error:
         raise ConfigError(f"kv_offload_dir: {error}") from error
     except OSError as error:
-        asked = f" for {NAME} and kv_cache_bytes" if error.errno == errno.ENOSPC else ""
+        if error.errno == errno.ENOENT and folder.is_dir():  # such as /proc
+            raise ConfigError(f"kv_offload_dir {folder}: no file can be made there") from error
+        asked = ""
+        if error.errno in (errno.ENOSPC, errno.EFBIG):
+            asked = f" for {NAME} and kv_cache_bytes, {format_memory(num_bytes)} together"
         raise ConfigError(f"kv_offload_dir {folder}: {reason(error)}{asked}") from error

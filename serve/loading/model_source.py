@@ -21,7 +21,7 @@ from ops.cpu import native_library
 from ops.cpu.heap import keep_freed_memory
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.footprint import about_bytes, check_streaming, packed_sizes
+from serve.loading.footprint import check_streaming, packed_sizes, streamed_bytes
 from serve.loading.node_key import read_key_file
 from serve.loading.precision import (
     Precision,
@@ -326,10 +326,10 @@ def _tensor_cache(source: ModelSource) -> TensorCache | None:
     from serve.loading.streaming.cache import StreamingCache  # only such models need it
 
     assert packed is not None, "check_streaming"
-    about = about_bytes(config, spec, precision)
+    about, least = streamed_bytes(config, spec, precision)
     if config.packed_cache_bytes is None:  # this model cannot do without its file
         packed.max_bytes = max(packed.max_bytes, about)
-    return StreamingCache(packed, source.weight_budget, about)
+    return StreamingCache(packed, source.weight_budget, about, least_bytes=least)
 
 
 def _host_weights(source: ModelSource, budget: int) -> TensorCache:

@@ -301,8 +301,9 @@ def test_apart(tmp_path):
 def test_kv_in_a_file(tmp_path):
     options = ("--shape", "small-32k", "--context", "2048", "--rounds", "1", "--shares", "0.75")
     options += ("--policies", "quest:budget=12%", "--folder", str(tmp_path))
+    options += ("--kv-dtypes", "int8", "int4")
     text = output_of("-m", "bench.offload.run", *options, COLUMNS="160")
-    for word in ("12%, all", "12%, 0.75", "again", "fewer", "kernel", "of disk"):
+    for word in ("int8, all", "int4, all", "int8, 0.75", "int4, 0.75", "again", "fewer", "of disk"):
         assert word in text, word
 
 

@@ -25,6 +25,7 @@ from serve.loading.streaming.placement import (
     bytes_of_step,
     expected_step_s,
     place,
+    too_little,
 )
 from serve.loading.streaming.speeds import measure_speeds
 from serve.loading.streaming.units import UnitNotes
@@ -50,12 +51,14 @@ _NOT_OF_THE_FILE = (errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # packing it agai
 @dataclass(slots=True)
 class StreamingCache:
     """A TensorCache that keeps at most budget bytes of weights in memory. files: where they are
-    packed. about_bytes: of the packed weights, before they are. speeds: None: they are measured."""
+    packed. about_bytes: of the packed weights, before they are; least_bytes: with less, none of
+    them are packed. speeds: None: they are measured."""
 
     files: PackedCache
     budget: int
     about_bytes: int
     speeds: Speeds | None = None
+    least_bytes: int = 0
 
     def build(
         self,
@@ -82,6 +85,8 @@ class StreamingCache:
                 problem = _problem(error)
                 logger.warning("packed weights: %s is not used and deleted: %s", file, problem)
                 folders.remove(file)
+        if self.budget < self.least_bytes:
+            raise too_little(self.budget, f"at least {format_memory(self.least_bytes)}")
         file = pack_to_file(
             candidates, identity, loaded, build, self.about_bytes, self.files.max_bytes
         )

@@ -84,17 +84,21 @@ def least_bytes(needs: Needs) -> int:
     return needs.fixed_bytes + needs.row_bytes + layers + slots
 
 
+def too_little(budget: int, need: str) -> ConfigError:
+    """Returns the error of too small a budget. need: the bytes that the model needs."""
+    return ConfigError(
+        f"weight_memory_bytes {format_memory(budget)} is too little: this model needs {need} for"
+        f" what cannot be read in every step, {MIN_BUFFERS} layers and the experts of one row"
+    )
+
+
 def place(needs: Needs, budget: int) -> Placement:
     """Returns the placement that reads the least in a step. ConfigError if nothing fits."""
     if needs.total <= budget:
         return _placement(needs, True, (True,) * len(needs.units), 0, _all_slots(needs))
     least = least_bytes(needs)
     if budget < least:
-        raise ConfigError(
-            f"weight_memory_bytes {format_memory(budget)} is too little: this model needs"
-            f" {format_memory(least)} for what cannot be read in every step, {MIN_BUFFERS} layers"
-            " and the experts of one row"
-        )
+        raise too_little(budget, format_memory(least))
     left = budget - needs.fixed_bytes - needs.row_bytes
     least_slots = sum(each.min_slots * each.slot_bytes for each in needs.mixtures)
     if sum(needs.units) + least_slots <= left:  # all layers, and as many experts as fit

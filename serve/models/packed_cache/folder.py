@@ -35,13 +35,18 @@ class NoRoom(Exception):
 
 def folders(model: Path, chosen: Path | None) -> list[Path]:
     """Returns the folders in which a model's packed weights may be, the preferred one first.
-    chosen: the only one; None: beside the model, and the user's cache."""
+    chosen: the only one; None: beside the model, and the user's cache, which is preferred for a
+    model that is a part of a Python package: what it holds is the installer's."""
     if chosen is not None:
         return [chosen]
     model = model.resolve()
-    beside = (model if model.is_dir() else model.parent) / BESIDE
-    cache = user_cache()
-    return [beside, cache / "packed"] if cache else [beside]
+    folder = model if model.is_dir() else model.parent
+    beside, cache = folder / BESIDE, user_cache()
+    if cache is None:
+        return [beside]
+    is_in_package = any((parent / "__init__.py").exists() for parent in folder.parents)
+    both = [beside, cache / "packed"]
+    return both[::-1] if is_in_package else both
 
 
 def writable(candidates: list[Path]) -> Path | None:

@@ -14,7 +14,7 @@ from bench.plan.hardware import HERE, Device, load_devices
 from bench.plan.kv_beyond_memory import KVBeyondMemory, KVOffload, kv_beyond_memory
 from bench.plan.run import run
 from bench.plan.shapes import Precision, load_shape
-from memory.attention.offloaded import OffloadedKVLayout
+from memory.attention.offloaded_layout import OffloadedKVLayout
 from memory.attention.seam import AttentionLayer
 from serve.errors import ConfigError
 
@@ -37,7 +37,7 @@ def planned(
 
 def test_tokens_are_those_of_memory_and_file_in_blocks_of_the_disk() -> None:
     found = planned()
-    layout = OffloadedKVLayout([AttentionLayer(8, 8, 64, 0.125)] * 16, 64)
+    layout = OffloadedKVLayout([AttentionLayer(8, 8, 64, 0.125)] * 16, "int8", 64)
     assert found.token_bytes == layout.tile_bytes // 16
     assert found.tokens == 8 * GIB // found.token_bytes
     assert found.bounds_bytes == 0
@@ -83,7 +83,11 @@ def test_batches_that_do_not_fit_are_left_out() -> None:
         (("qwen3.5-0.8b",), {}, "kv-offload-bytes cannot be used with qwen3.5-0.8b, which has sta"),
         (("gemma-3-4b",), {}, "gemma-3-4b, which has windows"),
         (("deepseek-v2-lite",), {}, "deepseek-v2-lite, which has latent K/V"),
-        ((MODEL, Precision("int8", "bfloat16")), {}, "kv-offload-bytes needs kv-dtype int8"),
+        (
+            (MODEL, Precision("int8", "bfloat16")),
+            {},
+            "kv-offload-bytes needs kv-dtype int8 or int4",
+        ),
         ((MODEL, INT8, "gpu"), {}, "needs one machine that computes on its CPU"),
         ((), {"policy": "h2o:budget=12%"}, "kv-policy h2o cannot be used with kv-offload-bytes"),
         ((), {"policy": "quest:budget=12"}, "did you mean quest:budget=12%"),
@@ -121,8 +125,23 @@ def test_the_plan_says_it_of_one_machine(
     run(MODEL, machines=[machine], batches=[4], offload=offload, json_file=file)
     said = " ".join(capsys.readouterr().out.split())
     found = json.loads(file.read_text())["kv_beyond_memory"]
-    assert f"K/V beyond memory: {found['tokens']:,} tokens of all sequences in 1 GiB" in said
-    assert "477 MiB/s (given)" in said
+    assert f"K/V beyond memory: {found['tokens']:,} tokens of all sequences in 1.07 GB" in said
+    assert "0.5 GB/s (given)" in said
     assert [step["batch"] for step in found["steps"]] == [4] * len(found["steps"])
     with pytest.raises(ConfigError, match="kv-offload-bytes needs exactly one machine"):
         run(MODEL, offload=offload)
+
+
+def test_what_is_refused_is_refused_before_any_table(capsys: pytest.CaptureFixture[str]) -> None:
+    [machine] = [cost_of().machine.name]
+    with pytest.raises(ConfigError, match="needs disk-rate"):
+        run(MODEL, machines=[machine], batches=[4], offload=KVOffload(GIB, GIB))
+    assert capsys.readouterr().out == ""
+
+
+def test_int4_takes_fewer_bytes_and_memory_for_recent_tokens() -> None:
+    cost, asked = cost_of(precision=Precision("int8", "int4")), KVOffload(7 * GIB, GIB, "off", 1e9)
+    found = kv_beyond_memory(cost, asked, (1, 4), (8192,))
+    assert found.token_bytes / planned().token_bytes == pytest.approx(0.6)
+    assert found.recent_bytes == 4 * 256 * cost_of().shape.kv_token_bytes(INT8)
+    assert found.tokens == (8 * GIB - found.recent_bytes) // found.token_bytes

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from memory.attention.layouts import local_attention
-from memory.attention.offloaded import UNIT_ALIGNMENT, Flags, OffloadedAttention, OffloadedKVLayout
+from memory.attention.offloaded import Flags, OffloadedAttention
 from memory.attention.offloaded import Tiles as TileNumbers
+from memory.attention.offloaded_layout import UNIT_ALIGNMENT, OffloadedKVLayout
 from memory.attention.seam import AttentionLayer, AttentionStep, PlannedAttention
 from memory.attention.tiled import TiledKVLayout
 from memory.pages.lost_kv import KVLostError
@@ -95,7 +96,7 @@ class Offloaded:
     """RANGES ranges of the same tiles in another order: range 2 begins with those of range 0."""
 
     def __init__(self, selection: Selection | None = None, max_tiles: int = 10**9) -> None:
-        self.layout = OffloadedKVLayout(LAYERS, 64, has_bounds=selection is not None)
+        self.layout = OffloadedKVLayout(LAYERS, "int8", 64, has_bounds=selection is not None)
         self.layout.pad_bounds(1)
         size = RANGES * TILES * self.layout.bounds_tile_bytes
         self._bounds = ctypes.create_string_buffer(size + UNIT_ALIGNMENT)
@@ -315,7 +316,7 @@ def test_k_v_that_cannot_be_read_ends_the_step_and_lets_all_units_go() -> None:
 
 @pytest.mark.parametrize("tiles_per_page", [1, 2, 3, 8, 64])
 def test_bounds_of_a_page_fill_whole_system_pages(tiles_per_page: int) -> None:
-    layout = OffloadedKVLayout(LAYERS, 64, has_bounds=True)
+    layout = OffloadedKVLayout(LAYERS, "int8", 64, has_bounds=True)
     before = layout.bounds_tile_bytes
     layout.pad_bounds(tiles_per_page)
     assert layout.bounds_tile_bytes * tiles_per_page % UNIT_ALIGNMENT == 0

@@ -397,4 +397,4 @@ def test_the_start_summary_tells_the_policy():
         async with Engine(str(checkpoint("llama")), kv_policy="h2o:budget=25%", **ROOMY) as one:
             return engine_lines(one, 1.0)
 
-    assert ("", "sequences keep 25 % of it (h2o)") in asyncio.run(lines())
+    assert ("", "sequences keep 25 % of it, at least 128 tokens (h2o)") in asyncio.run(lines())

@@ -8,11 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from memory.tiers.block_file import BlockFile, Transfer, os_error
 from serve.errors import ConfigError
+from serve.loading import model_source
+from serve.loading.footprint import streamed_bytes
 from serve.loading.streaming import cache, placement, tables
 from serve.loading.streaming.cache import StreamingCache
 from serve.loading.streaming.placement import Needs, Placement, Speeds, least_bytes, place
@@ -56,8 +59,12 @@ def noted_needs() -> Iterator[list[Needs]]:
         found.append(needs)
         return place(needs, budget)
 
+    def about_alone(*given: Any) -> tuple[int, int]:
+        return streamed_bytes(*given)[0], 0  # packed, however little memory there is
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "place", noting)
+        patch.setattr(model_source, "streamed_bytes", about_alone)
         yield found
 
 

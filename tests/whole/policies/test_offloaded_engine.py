@@ -3,12 +3,9 @@ shared, preempted or selected, and no wrong token when the disk fails."""
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import functools
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,22 @@ from memory.offload.scratch_file import Lane, RingLane, ScratchFile
 from memory.offload.unit_states import RESIDENT, STORED
 from ops.cpu import native_library
 from serve import LLM
-from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.config import DEFAULT_MODEL
 from serve.engine.node_recovery import generation_error
 from serve.errors import KV_LOST, ConfigError, OffloadLostError
 from serve.http.edge.errors import to_api_error
-from serve.loading.runtime import load_runtime
 from serve.machine import total_memory
 from tests.support.engine.checkpoints import checkpoint
+from tests.support.memory.offloaded_engine import (
+    LENGTHS,
+    OFF,
+    QUEST,
+    SETTINGS,
+    expected,
+    needed_bytes,
+    offloaded,
+    prompts,
+)
 from tests.support.preempted import until_preempted
 from tests.support.speculation.scripted import check_drafted
 from tests.whole.test_recent_tokens import answers, params, prompt
@@ -38,54 +44,6 @@ pytestmark = [
     pytest.mark.small_pages,
 ]
 COSTLY = pytest.mark.exhaustive
-OFF, QUEST = "off", "quest:budget=64"
-LENGTHS = (15, 16, 127, 250, 400, 420, 440, 517)
-SETTINGS: dict[str, Any] = {"dtype": "int8", "max_model_len": 640, "max_num_seqs": 8}
-
-
-def prompts() -> list[list[int]]:
-    return [prompt(length, seed=length) for length in LENGTHS]
-
-
-@functools.cache
-def expected(policy: str) -> list[object]:
-    with LLM(DEFAULT_MODEL, kv_policy=policy, prefix_cache=False, **SETTINGS) as llm:
-        return answers(llm, prompts(), params(24))
-
-
-@functools.cache
-def needed_bytes(policy: str) -> int:
-    """Returns the K/V of all prompts and answers at once, with bounds."""
-    runtime = load_runtime(
-        EngineConfig(
-            DEFAULT_MODEL,
-            kv_policy=policy,
-            kv_cache_bytes=1 << 30,
-            kv_offload_bytes=1 << 20,
-            **SETTINGS,
-        )
-    )
-    pages = sum(runtime.kv.pages_for(length + 24) for length in LENGTHS)
-    num_bytes = pages * runtime.kv.page_bytes
-    memory = runtime.memory
-    del runtime
-    memory.close()
-    return num_bytes
-
-
-@contextlib.contextmanager
-def offloaded(folder: Path, policy: str, share: float, **settings: Any) -> Iterator[LLM]:
-    """An engine with memory for a share of the K/V of `prompts`."""
-    needed = needed_bytes(policy)
-    in_memory = int(needed * share)
-    config = SETTINGS | {"kv_policy": policy, "kv_cache_bytes": in_memory} | settings
-    with LLM(
-        DEFAULT_MODEL, kv_offload_bytes=needed - in_memory, kv_offload_dir=folder, **config
-    ) as llm:
-        yield llm
-        core = llm._loaded.core
-        core.kv.check_integrity()
-    assert not list(folder.iterdir()), "the file has no name"
 
 
 @pytest.mark.parametrize("policy", [OFF, QUEST])
@@ -306,8 +264,9 @@ LITTLE = {"dtype": "int8", "kv_offload_bytes": 8 << 20, "kv_cache_bytes": 8 << 2
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"kv_dtype": "int4"}, "kv_offload_bytes needs kv_dtype int8, not int4"),
-        ({"dtype": "float32"}, "kv_offload_bytes needs kv_dtype int8, not float32"),
+        ({"dtype": "float32"}, "kv_offload_bytes needs kv_dtype int8 or int4, not float32"),
+        ({"kv_offload_bytes": 10}, "kv_offload_bytes 10 is less than a page of K/V, [0-9]+ bytes"),
+        ({"kv_dtype": "int4"}, r"beside recent tokens in int8 of max_num_seqs sequences \(.*lower"),
         ({"kv_policy": "h2o:budget=64"}, "kv_policy h2o cannot be used with kv_offload_bytes"),
         ({"kv_cache_dir": "/tmp/x"}, "kv_cache_dir cannot be used with kv_offload_bytes"),
         ({"memory_nodes": "tcp://a:1"}, "memory_nodes cannot be used with kv_offload_bytes"),
@@ -324,6 +283,7 @@ LITTLE = {"dtype": "int8", "kv_offload_bytes": 8 << 20, "kv_cache_bytes": 8 << 2
             {"kv_offload_dir": "/no/such/x"},
             "kv_offload_dir /no/such/x: there is no directory /no/su",
         ),
+        ({"kv_offload_dir": "/proc"}, "kv_offload_dir /proc: no file can be made there"),
         ({"kv_offload_dir": "/dev/null"}, "kv_offload_dir /dev/null is no directory"),
         ({"kv_offload_bytes": 0}, "kv_offload_bytes must be a positive integer"),
         ({"kv_offload_bytes": None, "kv_offload_dir": "/tmp"}, "kv_offload_dir needs kv_offload"),
@@ -358,8 +318,24 @@ def test_a_full_disk_is_refused(monkeypatch, tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("serve.loading.kv_offload.open_file", open_file)
-    with pytest.raises(ConfigError, match=r"kv_offload_dir .*No space left on device for kv_off"):
+    problem = r"kv_offload_dir .*No space left on device for kv_off.* and .*, 16 MiB together"
+    with pytest.raises(ConfigError, match=problem):
         LLM(DEFAULT_MODEL, **LITTLE, kv_offload_dir=tmp_path)
+
+
+def test_more_than_the_disk_has_is_refused_with_the_figures(tmp_path):
+    many = {"kv_offload_bytes": 100 << 40, "max_num_seqs": 1 << 20}
+    with pytest.raises(ConfigError, match=r"kv_offload_dir .*No space left.* TiB together"):
+        LLM(DEFAULT_MODEL, **LITTLE | many, kv_offload_dir=tmp_path)
+
+
+@pytest.mark.parametrize(("memory", "is_said"), [(6 << 20, True), (64 << 20, False)])
+def test_a_memory_that_bounds_fill_gets_a_warning(memory, is_said, tmp_path, caplog):
+    sizes = {"kv_cache_bytes": memory, "kv_offload_bytes": 40 << 20, "kv_policy": QUEST}
+    with LLM(DEFAULT_MODEL, dtype="int8", **sizes, kv_offload_dir=tmp_path):
+        pass
+    said = "are taken by the bounds of all keys" in caplog.text
+    assert said == is_said, caplog.text
 
 
 def test_a_ring_that_the_kernel_refuses_is_named_and_leaves_no_thread(monkeypatch, tmp_path):

@@ -19,6 +19,10 @@ from serve.loading import footprint, model_source
 from serve.loading.runtime import load_runtime
 from serve.loading.streaming.placement import least_bytes
 from serve.sampling_params import SamplingParams
+from serve.single_file.config import with_directory
+from tests.support.gguf.cases import find_case, original
+from tests.support.gguf.quantized import packed
+from tests.support.gguf.writer import write_gguf
 from tests.support.models.packed_models import copy_of_model
 from tests.support.models.streamed import make_small, noted_needs, use_faulty
 
@@ -68,6 +72,33 @@ def test_answers_are_those_of_an_engine_in_memory(
     assert stats.read_bytes > 0 and stats.stalled_s >= 0 and stats.resident_bytes > 0
     llm.shutdown()
     assert stream.stats().resident_bytes == 0
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "gguf"])
+def test_too_little_memory_is_refused_before_anything_is_packed(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    make_small(monkeypatch)
+    if kind == "safetensors":
+        path = copy_of_model("llama", "base", tmp_path)
+    else:
+        source = original(find_case("llama-llama3"))
+        weights = packed(source, lambda _: "Q4_0")
+        file = write_gguf(source, tmp_path / "model.gguf", "llama", weights)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        path = Path(with_directory(EngineConfig(str(file))).model)
+    need = smallest(path)
+    for file in tmp_path.rglob("*.packed"):
+        file.unlink()
+    caplog.clear()
+    with pytest.raises(ConfigError, match="is too little: this model needs at least") as raised:
+        load_runtime(EngineConfig(str(path), weight_memory_bytes=1, **SETTINGS))
+    assert "packed weights: writing" not in caplog.text and not list(tmp_path.rglob("*.packed"))
+    config = EngineConfig(str(path), **SETTINGS)
+    source = model_source.read_source(config)
+    _, budget = footprint.streamed_bytes(config, source.spec, source.precision)
+    assert 0.3 * need < budget <= need, raised.value
 
 
 def test_a_disk_that_fails_ends_the_requests_and_not_the_engine(

@@ -319,3 +319,15 @@ def test_the_next_start_reads_the_same_file_ahead(
     cache.settings = "other"
     logits(model, cache)
     assert read_ahead._begun is None, "another file is needed"
+
+
+def test_files_of_a_model_inside_a_package_belong_into_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "package" / "model"
+    model.mkdir(parents=True)
+    beside, cache = folders.folders(model, None)
+    assert beside.parent == model and tmp_path / "cache" in cache.parents
+    (model.parent / "__init__.py").touch()
+    assert folders.folders(model, None) == [cache, beside]
