@@ -3,22 +3,27 @@
 --seed determines the training text and the weights; the tokenizer is always the same. The number of
 steps is fixed and does not depend on time. At the end the program writes an evaluation, eval.json,
 beside the weights.
+
+With --start a trained model is trained on, with ReLU in its MLPs (--activation relu) or as a
+mixture (--experts); docs/weights-beyond-memory.md has what such models are measured for.
 """
 
 import argparse
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from tokenizers import Tokenizer
 from tqdm import tqdm
 
+from examples.default_model.convert import as_mixture, read_model
 from examples.default_model.corpus import heldout_text
 from examples.default_model.data import Batch, Encoder, make_batch, train_tokenizer
 from examples.default_model.evaluate import evaluate, perplexity, table
 from examples.default_model.export import read_weights, write_model
-from examples.default_model.model import Llama, Shape
+from examples.default_model.model import ACTIVATIONS, Llama, Shape
 from examples.default_model.muon import make_optimizers, schedule
 
 
@@ -35,6 +40,8 @@ class Plan:
     long_rows: int = 2
     long_length: int = 1024
     eval_dialogs: int = 600
+    rate: float = 1.0  # times the learning rates
+    sparse: float = 0.0  # the weight of the activations' size in the loss
 
 
 SMOKE = Plan(
@@ -73,13 +80,13 @@ def fit(
     bar = tqdm(range(first, plan.steps), initial=first, total=plan.steps, mininterval=5.0)
     smooth = 0.0
     for step in bar:
-        scale = schedule(step, plan.steps)
+        scale = plan.rate * schedule(step, plan.steps)
         for optimizer, lrs in zip(optimizers, base_lrs, strict=True):
             for group, lr in zip(optimizer.param_groups, lrs, strict=True):
                 group["lr"] = lr * scale
         batch = Batch(*(t.to(device) for t in batch_of(plan, encoder, seed, step)))
         with torch.autocast(device, dtype=torch.bfloat16):
-            loss = model.loss(*batch)
+            loss = model.loss(*batch, sparse=plan.sparse)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -106,8 +113,39 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--steps", type=int, help="the number of steps")
     parser.add_argument("--checkpoint", type=Path, help="file to resume from")
+    parser.add_argument("--start", type=Path, help="folder of a trained model that is trained on")
+    parser.add_argument("--rate", type=float, default=1.0, help="times the learning rates")
+    parser.add_argument("--activation", choices=list(ACTIVATIONS), default="silu")
+    parser.add_argument("--sparse", type=float, default=0.0, help="weight of the L1 of activations")
+    parser.add_argument("--experts", type=int, default=0, help="slices of MLPs, with --start")
+    parser.add_argument("--top-k", type=int, default=4, help="experts of a token")
+    parser.add_argument("--eval-dialogs", type=int, help="the number of dialogs that are judged")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.experts and (args.start is None or args.experts % args.top_k):
+        parser.error("--experts: --start is needed, and a multiple of --top-k")
+    return args
+
+
+def plan_of(args: argparse.Namespace) -> Plan:
+    plan = SMOKE if args.smoke else Plan()
+    if args.steps is not None:
+        plan = replace(Plan(), steps=args.steps, long_steps=args.steps // 14)
+    shape = replace(plan.shape, hidden_act=args.activation)
+    dialogs = args.eval_dialogs or plan.eval_dialogs
+    return replace(plan, shape=shape, rate=args.rate, sparse=args.sparse, eval_dialogs=dialogs)
+
+
+def beginning(args: argparse.Namespace, plan: Plan) -> tuple[Llama, Tokenizer]:
+    """Returns the model before the training, and its tokenizer."""
+    if args.start is None:
+        model = Llama(plan.shape)
+        model.init_weights()
+        return model, train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
+    model = read_model(args.start, args.activation)
+    if args.experts:
+        model = as_mixture(model, args.experts, args.top_k)
+    return model, Tokenizer.from_file(str(args.start / "tokenizer.json"))
 
 
 def main() -> None:
@@ -115,14 +153,12 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     torch.use_deterministic_algorithms(True, warn_only=args.device != "cpu")
-    plan = SMOKE if args.smoke else Plan()
-    if args.steps is not None:
-        plan = Plan(steps=args.steps, long_steps=args.steps // 14)
-    tokenizer = train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
+    plan = plan_of(args)
+    model, tokenizer = beginning(args, plan)
     encoder = Encoder(tokenizer)
-    model = Llama(plan.shape)
-    model.init_weights()
     model.to(args.device)
+    text = heldout_text(0, 80_000 if not args.smoke else 500)
+    before = perplexity(model, encoder, text)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, vocabulary {tokenizer.get_vocab_size()}, {args.device}")
     cpu_started = time.process_time()
@@ -131,11 +167,14 @@ def main() -> None:
     write_model(args.out, model, tokenizer)
     read_weights(args.out, model)
     result, wrong = evaluate(model, encoder, plan.eval_dialogs)
-    text = heldout_text(0, 80_000 if not args.smoke else 500)
+    result["heldout_before"] = before
     result["heldout"] = perplexity(model, encoder, text)
     result["training"] = {
         "seed": args.seed,
         "steps": plan.steps,
+        "options": {
+            name: getattr(args, name) for name in ("activation", "sparse", "rate", "experts")
+        },
         "parameters": num_params,
         "minutes": round(minutes, 1),
         "cpu_minutes": round(cpu_minutes, 1),  # CPU time of all threads since the last resume

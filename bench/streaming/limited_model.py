@@ -39,7 +39,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
                 found[count] = asdict(answer(llm, count, job["tokens"], is_drawn=job["mixture"]))
             return {"weights": stream_of(llm).num_bytes, "answers": found}
         (count,) = job["requests"]
-        args = argparse.Namespace(tokens=job["tokens"], mixture=job["mixture"])
+        args = argparse.Namespace(tokens=job["tokens"], mixture=job["mixture"], checkpoint=None)
         one, _ = measure(llm, packed_file(packed), count, args, Answers(**job["answers"]))
         return asdict(one) | {
             "anonymous": anonymous_bytes(),

@@ -11,70 +11,62 @@ column of down need to be read, where it is known beforehand which neurons these
                 order of the file and in pieces of their size, beside reads of the whole MLP
 
 Neurons are chosen at random with the given share; a real model's are not, and its share is a
-property of its training, which random weights do not have: `--model` measures the share of zeros
-behind the activation of a checkpoint (of the embedded model by default, which has SiLU, whose
-values are not zero: the share of those that are small beside the largest one is shown).
+property of its training, which random weights do not have. Of a checkpoint with ReLU (`--model`)
+its zeros are measured, how well a predictor finds the others, which ones neighbouring rows share,
+and what leaving out the rest would gain (neuron_gain.py); the docs say how such a checkpoint is
+trained. Without it, the embedded model's values behind its SiLU are shown, which are not zero: the
+share of those that are small beside a row's largest one.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
+from bench.streaming.live_neurons import BATCH, PANEL, Activations, liveness, read_activations
+from bench.streaming.live_neurons import share as share_of
+from bench.streaming.neuron_gain import (
+    bound,
+    disk_rows,
+    fastest,
+    gain_table,
+    liveness_table,
+    memory_rows,
+    plain,
+    product,
+)
 from ops import get_backend
-from ops.backend import Fusion, LinearOp
-from ops.cpu.native_quantized_linear import NATIVE
+from ops.backend import Fusion
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.units import PIECE_BYTES, Piece
-from serve.sampling_params import SamplingParams
 
 SHARES = (0.1, 0.2, 0.5)
-PANEL, RANK, REPEATS = 32, 128, 15
+RANK = 128
+_FILE_LAYERS = 16
+_TEXT = Path(__file__).parents[1] / "data" / "heldout.txt"
 SMALL = (0.01, 0.05, 0.1)  # of a row's largest value
 
 
-def median_s(run: Callable[[], object]) -> float:
-    times = []
-    for _ in range(REPEATS):
-        began = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times)
-
-
-def mlp(hidden: int, size: int) -> tuple[LinearOp, LinearOp]:
-    """Returns products up, with ReLU, and down."""
-    up = NATIVE.int8([torch.randn(size, hidden) / hidden**0.5], None, Fusion(None, "relu"))
-    return up, NATIVE.int8([torch.randn(hidden, size) / size**0.5], None, Fusion())
-
-
-def run_mlp(ops: tuple[LinearOp, LinearOp], x: Tensor) -> Tensor:
-    return ops[1](ops[0](x))
+def seconds_of(run: Callable[[], object]) -> float:
+    return fastest({"": run})[""]
 
 
 def kernel_table(hidden: int, size: int, rows: int) -> Table:
     table = Table(f"{rows} rows", "neurons", "time us", "of dense", "with predictor")
     x = torch.randn(rows, hidden)
-    low = NATIVE.int8([torch.randn(RANK, hidden)], None, Fusion())
-    high = NATIVE.int8([torch.randn(size, RANK)], None, Fusion())
-    predict_s = median_s(lambda: high(low(x)))
+    low, high = product(RANK, hidden, Fusion()), product(size, RANK, Fusion())
+    predict_s = seconds_of(lambda: high(low(x)))
 
     def timed(count: int) -> float:
-        copies = max(2, (96 << 20) // (2 * hidden * count))  # more than the last cache holds
-        many = [mlp(hidden, count) for _ in range(copies)]
-        turns = iter(range(1 << 30))
-        return median_s(lambda: run_mlp(many[next(turns) % copies], x))
+        return seconds_of(bound(plain(hidden, count), x))
 
     dense_s = timed(size)
     table.add_row("dense", f"{size}", f"{dense_s * 1e6:.0f}", "100%", "")
@@ -91,31 +83,46 @@ def kernel_table(hidden: int, size: int, rows: int) -> Table:
     return table
 
 
-def disk_table(hidden: int, size: int, folder: Path | None) -> Table:
-    """Reads chosen neurons from a file in which a neuron's row and column are side by side."""
-    table = Table("read", "MB", "MB/s", "time of whole MLP")
-    bundle = -(-2 * hidden // 4096) * 4096
-    layers = 16
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        path = Path(name) / "neurons"
-        with path.open("wb") as file:
-            for _ in range(layers):
-                file.write(np.random.default_rng(0).bytes(bundle * size))
+class NeuronFile:
+    """A file on the disk in which a neuron's row and column are side by side."""
+
+    def __init__(self, hidden: int, size: int, folder: Path) -> None:
+        self._path, self._size = folder / "neurons", size * _FILE_LAYERS
+        self._bundle = -(-2 * hidden // 4096) * 4096
+        with self._path.open("wb") as file:
+            for _ in range(_FILE_LAYERS):
+                file.write(np.random.default_rng(0).bytes(self._bundle * size))
             os.fsync(file.fileno())
-        total = bundle * size * layers
-        step = PIECE_BYTES
-        whole = [Piece(at, min(step, total - at), 0) for at in range(0, total, step)]
-        all_rate = disk_speed(path, whole, 1.0)
-        table.add_row("everything", f"{total / 1e6:.0f}", f"{all_rate / 1e6:,.0f}", "100%")
-        for share in SHARES:
-            draw = np.random.default_rng(1).random(size * layers) < share
-            pieces = runs_of(draw, bundle)
-            rate = disk_speed(path, pieces, 1.0)
-            read = sum(piece.num_bytes for piece in pieces)
-            spent = (read / rate) / (total / all_rate)
-            table.add_row(
-                f"chosen, {share:.0%}", f"{read / 1e6:.0f}", f"{rate / 1e6:,.0f}", f"{spent:.0%}"
-            )
+        self.total, step = self._bundle * self._size, PIECE_BYTES
+        self._whole = [
+            Piece(at, min(step, self.total - at), 0) for at in range(0, self.total, step)
+        ]
+
+    def all_rate(self) -> float:
+        """Returns the bytes a second of reading everything."""
+        return disk_speed(self._path, self._whole, 1.0)
+
+    def chosen(self, share: float) -> tuple[int, float]:
+        """Returns how much is read for neurons chosen at random, and the bytes a second."""
+        pieces = runs_of(np.random.default_rng(1).random(self._size) < share, self._bundle)
+        return sum(piece.num_bytes for piece in pieces), disk_speed(self._path, pieces, 1.0)
+
+    def cost(self, share: float) -> float:
+        """Returns the time of reading a share over that of reading everything, just measured."""
+        num_bytes, rate = self.chosen(share)
+        return (num_bytes / rate) / (self.total / self.all_rate())
+
+
+def disk_table(file: NeuronFile) -> Table:
+    """Reads chosen neurons."""
+    table = Table("read", "MB", "MB/s", "time of whole MLP")
+    all_rate, total = file.all_rate(), file.total
+    table.add_row("everything", f"{total / 1e6:.0f}", f"{all_rate / 1e6:,.0f}", "100%")
+    for share in SHARES:
+        read, rate = file.chosen(share)
+        spent = (read / rate) / (total / all_rate)
+        cells = f"{read / 1e6:.0f}", f"{rate / 1e6:,.0f}", f"{spent:.0%}"
+        table.add_row(f"chosen, {share:.0%}", *cells)
     return table
 
 
@@ -132,38 +139,16 @@ def runs_of(chosen: np.ndarray, bundle: int) -> list[Piece]:
     return pieces
 
 
-def sparsity_table(model: str | None) -> Table:
-    """Measures the values behind the activation, over a text that the model writes."""
-    from serve.engine.llm import LLM
-
-    found: list[Tensor] = []
-    llm = LLM(model, dtype="float32", kv_cache_bytes=64 << 20, max_model_len=512)
-    blocks = llm._loaded.core._runner._model.weights.blocks  # type: ignore[attr-defined]
-    for block in blocks:
-        block.mlp.up = _Noted(block.mlp.up, found)
-    params = SamplingParams(max_tokens=128, temperature=0.0, ignore_eos=True)
-    llm.generate(["The weather in the mountains changes quickly, because"], params, use_tqdm=False)
-    llm.shutdown()
-    values = torch.cat([each.float().abs().flatten(0, -2) for each in found if each.numel()])
-    largest = values.amax(-1, keepdim=True)
-    table = Table("values behind the activation", "share")
-    table.add_row("zero", f"{(values == 0).float().mean():.1%}")
-    for part in SMALL:
-        share = (values < part * largest).float().mean()
-        table.add_row(f"below {part:.0%} of the row's largest", f"{share:.1%}")
+def sparsity_table(layers: Sequence[Activations]) -> Table:
+    """Shares of the values behind the activation, of each layer."""
+    names = [f"below {part:.0%} of the row's largest" for part in SMALL]
+    table = Table("layer", "zero", *names)
+    for number, layer in enumerate(layers):
+        values = layer.values.abs()
+        largest = values.amax(-1, keepdim=True)
+        small = [share_of(values < part * largest) for part in SMALL]
+        table.add_row(str(number), *(f"{each:.1%}" for each in (share_of(values == 0), *small)))
     return table
-
-
-class _Noted:
-    """A product whose results are kept."""
-
-    def __init__(self, op: LinearOp, found: list[Tensor]) -> None:
-        self._op, self._found = op, found
-
-    def __call__(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        made = self._op(x)
-        self._found.append(made.clone())
-        return made
 
 
 def main() -> None:
@@ -172,14 +157,28 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=8192, help="neurons")
     parser.add_argument("--rows", default="1,8", help="of a step, comma-separated")
     parser.add_argument("--folder", type=Path, help="on the disk that is measured")
-    parser.add_argument("--model", help="whose activations are measured; default: the embedded")
+    parser.add_argument("--model", help="with ReLU, whose gain is measured; default: the embedded")
+    parser.add_argument("--text", type=Path, default=_TEXT, help="that the model reads")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text")
+    parser.add_argument("--rank", type=int, help="of --model's predictor; default: hidden / 8")
     args = parser.parse_args()
     get_backend("cpu")
-    console = Console(width=100)
-    for rows in map(int, args.rows.split(",")):
-        console.print(kernel_table(args.hidden, args.size, rows))
-    console.print(disk_table(args.hidden, args.size, args.folder))
-    console.print(sparsity_table(args.model))
+    console = Console(width=110)
+    counts = [int(each) for each in args.rows.split(",")]
+    layers = read_activations(args.model, args.text, args.tokens)
+    console.print(sparsity_table(layers))
+    with tempfile.TemporaryDirectory(dir=args.folder) as name:
+        file = NeuronFile(args.hidden, args.size, Path(name))
+        if args.model is None:
+            for rows in counts:
+                console.print(kernel_table(args.hidden, args.size, rows))
+            console.print(disk_table(file))
+            return
+        found = [liveness(layer, args.rank or layer.inputs.shape[1] // 8) for layer in layers]
+        console.print(liveness_table(found))
+        sizes = args.hidden, args.size, RANK
+        gains = [row for rows in (1, BATCH) for row in memory_rows(found, *sizes, rows)]
+        console.print(gain_table(gains + disk_rows(found, file.cost)))
 
 
 if __name__ == "__main__":

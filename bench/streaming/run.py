@@ -11,10 +11,13 @@ A model with random weights is served twice: with all weights in memory, and wit
     hits     of experts in memory when they were used, read ahead or not; heat, LRU, oracle: what
              the server's policy and two others would have without reading ahead
     waiting  tokens a second if a layer's experts are all waited for before the first is computed
+    never    if no guess of the next layer's experts is read ahead, and always: if each is
 
 The file is read past the page cache (O_DIRECT), so that it does not count; the anonymous memory of
 the process is shown. `--mixture` takes a mixture of experts, of which half fit, and compares the
-experts that were in memory with what LRU and the best policy of all would have had there.
+experts that were in memory with what LRU and the best policy of all would have had there. With
+`--checkpoint` it is that of a folder, continues a text, and is followed by one of the same form
+with random weights; of both, guesses are shown that come true.
 With `--rounds`, all take turns, and the round with the median tokens per second is shown.
 `--llama-server` and `--gguf` measure passes of llama.cpp over the same weights, which are dropped
 from memory before each pass (mapped_server.py): with less memory than weights, it reads most so.
@@ -31,9 +34,10 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +47,17 @@ from rich.table import Table
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
 from bench.common.safetensors_writer import INDEX, SINGLE
+from bench.streaming.expert_guesses import (
+    ALWAYS,
+    NEVER,
+    GuessTrace,
+    guess_table,
+    reading_guesses,
+)
 from bench.streaming.expert_memory import Access, Expert
 from bench.streaming.expert_traces import heat_hits, lru_hits, oracle_hits
 from bench.streaming.mapped_server import MappedServer
+from bench.streaming.results import Measured, as_table, llama_table
 from serve.engine.llm import LLM
 from serve.loading.streaming import experts as streamed_experts
 from serve.loading.streaming.speeds import disk_speed
@@ -56,31 +68,8 @@ from serve.sampling_params import SamplingParams
 _PROMPT, _KV_BYTES = 8, 256 << 20
 _DISK_S = 1.0
 _MIXTURE_LAYERS = 4
+_TEXT = Path(__file__).parents[1] / "data" / "heldout.txt"
 _TURNS = itertools.count()  # what is measured first changes, as experts that are used stay
-
-
-@dataclass(slots=True)
-class Measured:
-    """One number of requests. Bytes and seconds; hit rates are None for models without experts."""
-
-    requests: int
-    is_equal: bool
-    memory_tokens_s: float
-    tokens_s: float
-    step_s: float
-    read_s: float
-    disk_s: float
-    stalled: float
-    hits: float | None = None
-    heat: float | None = None
-    lru: float | None = None
-    oracle: float | None = None
-    waiting_tokens_s: float | None = None
-    llama: dict[str, dict[str, float]] | None = None  # as mapped_experts.py prints it
-
-    @property
-    def share(self) -> float:
-        return self.read_s / self.disk_s
 
 
 @dataclass(slots=True)
@@ -93,14 +82,24 @@ def prompts(requests: int) -> list[list[int]]:
     return [[(7 * i + 31 * number) % 900 + 5 for i in range(_PROMPT)] for number in range(requests)]
 
 
-def answer(llm: LLM, requests: int, tokens: int, *, is_drawn: bool) -> Answers:
-    """is_drawn: tokens are drawn, as the most probable ones of random weights soon repeat."""
+def text_prompts(llm: LLM, requests: int) -> list[list[int]]:
+    """Returns parts of a text, for a model that was trained."""
+    ids = llm.tokenizer.encode(_TEXT.read_text(encoding="utf-8"), add_special_tokens=False)
+    return [ids[64 * number : 64 * number + 32] for number in range(requests)]
+
+
+def answer(
+    llm: LLM, requests: int, tokens: int, *, is_drawn: bool, is_text: bool = False
+) -> Answers:
+    """is_drawn: tokens are drawn, as the most probable ones of random weights soon repeat.
+    is_text: prompts are parts of a text."""
     params = [
         SamplingParams(max_tokens=tokens, temperature=float(is_drawn), seed=number, ignore_eos=True)
         for number in range(requests)
     ]
+    asked = text_prompts(llm, requests) if is_text else prompts(requests)
     began = time.perf_counter()
-    found = llm.generate(prompts(requests), params, use_tqdm=False)
+    found = llm.generate(asked, params, use_tqdm=False)
     seconds = time.perf_counter() - began
     return Answers([list(each.outputs[0].token_ids) for each in found], seconds)
 
@@ -129,11 +128,12 @@ def measure(
 ) -> tuple[Measured, Traced]:
     """Measures one number of requests, with the disk's bandwidth before and after."""
     stream, tokens = stream_of(llm), args.tokens
-    answer(llm, requests, 2, is_drawn=args.mixture)
+    how = {"is_drawn": args.mixture, "is_text": args.checkpoint is not None}
+    answer(llm, requests, 2, **how)
     traced = Traced.on(stream)
     disk = [disk_speed(file, stream.pieces, _DISK_S)]
     before = stream.stats()
-    found = answer(llm, requests, tokens, is_drawn=args.mixture)
+    found = answer(llm, requests, tokens, **how)
     after = stream.stats()
     disk.append(disk_speed(file, stream.pieces, _DISK_S))
     uses = [getattr(after, name) - getattr(before, name) for name in _EXPERT_COUNTS]
@@ -153,20 +153,28 @@ def measure(
 
 @dataclass(slots=True)
 class Traced:
-    """The experts that were used, and those that were there at first. slots: how many can be."""
+    """The experts that were used, those that were guessed, and those that were there at first.
+    slots: how many can be; num_experts: of a layer."""
 
     slots: int
+    num_experts: int
     start: list[Expert]
     trace: list[Access]
+    guesses: GuessTrace
 
     @staticmethod
     def on(stream: WeightStream) -> Traced:
         """Begins to note."""
-        traced = Traced(0, [], [])
+        traced = Traced(0, 0, [], [], GuessTrace())
         for slots in stream.slots[:1]:
             traced.slots, traced.start = slots.num_slots, slots.content()
-            slots.on_use = lambda mixture, experts: traced.trace.append((mixture, experts))
+            traced.num_experts = slots.num_experts // slots.num_mixtures
+            slots.on_use, slots.on_guess = traced.use, traced.guesses.guess
         return traced
+
+    def use(self, mixture: int, experts: list[int]) -> None:
+        self.trace.append((mixture, experts))
+        self.guesses.use(mixture, experts)
 
 
 @contextmanager
@@ -183,15 +191,19 @@ def measure_mixture(
     llm: LLM, file: Path, requests: int, args: argparse.Namespace, memory: Answers
 ) -> tuple[Measured, Traced]:
     """Measures one number of requests as `measure`, and what it is compared with."""
-    is_first = next(_TURNS) % 2 == 0
-    if is_first:
-        one, traced = measure(llm, file, requests, args, memory)
-    with waiting_for_all():
-        other, _ = measure(llm, file, requests, args, memory)
-    if not is_first:
-        one, traced = measure(llm, file, requests, args, memory)
-    one.waiting_tokens_s = other.tokens_s
-    one.is_equal &= other.is_equal
+    variants: list[tuple[str, Callable[[], AbstractContextManager[None]]]]
+    variants = [("tokens_s", nullcontext), ("waiting_tokens_s", waiting_for_all)]
+    if args.checkpoint:
+        variants.append(("never_tokens_s", partial(reading_guesses, NEVER)))
+        variants.append(("always_tokens_s", partial(reading_guesses, ALWAYS)))
+    turn = next(_TURNS) % len(variants)
+    found = {}
+    for name, meanwhile in variants[turn:] + variants[:turn]:
+        with meanwhile():
+            found[name] = measure(llm, file, requests, args, memory)
+    one, traced = found["tokens_s"]
+    speeds = {name: each.tokens_s for name, (each, _) in found.items()}
+    one = replace(one, is_equal=all(each.is_equal for each, _ in found.values()), **speeds)
     one.heat = heat_hits(traced.trace, traced.slots, traced.start)
     one.lru = lru_hits(traced.trace, traced.slots, traced.start)
     one.oracle = oracle_hits(traced.trace, traced.slots, traced.start)
@@ -271,11 +283,26 @@ def beside(console: Console, program: str, gguf: Path, counts: Sequence[int]) ->
 
 
 def run(args: argparse.Namespace) -> list[Measured]:
-    console = Console(width=120)
-    model = mixture_checkpoint() if args.mixture else random_checkpoint(args.model)
+    if not args.checkpoint:
+        model = mixture_checkpoint() if args.mixture else random_checkpoint(args.model)
+        return run_model(args, model)
+    found = run_model(args, args.checkpoint)
+    with tempfile.TemporaryDirectory() as name:
+        random = Path(name) / "random"
+        random.mkdir()
+        config = json.loads((args.checkpoint / "config.json").read_text(encoding="utf-8"))
+        write_random(random, config, "of the same form", has_weights=True)
+        # files have the figures of the trained one
+        silent = argparse.Namespace(**vars(args) | {"json": None, "trace": None})
+        return found + run_model(silent, random)
+
+
+def run_model(args: argparse.Namespace, model: Path) -> list[Measured]:
+    console = Console(width=150)
     counts = [int(each) for each in args.requests.split(",")]
+    how = {"is_drawn": args.mixture, "is_text": args.checkpoint is not None}
     found: list[Measured] = []
-    traces: dict[int, object] = {}
+    traces: dict[int, Traced] = {}
     with tempfile.TemporaryDirectory(dir=args.folder) as name:
         packed = Path(name)
         whole = open_model(model, packed, 1 << 40)  # packs, all in memory
@@ -283,8 +310,8 @@ def run(args: argparse.Namespace) -> list[Measured]:
         file = packed_file(packed)
         memory = {}
         for count in counts:
-            answer(whole, count, 2, is_drawn=args.mixture)
-            memory[count] = answer(whole, count, args.tokens, is_drawn=args.mixture)
+            answer(whole, count, 2, **how)
+            memory[count] = answer(whole, count, args.tokens, **how)
         whole.shutdown()
         del whole
         share = args.share or (0.5 if args.mixture else 1 / 3)
@@ -292,72 +319,55 @@ def run(args: argparse.Namespace) -> list[Measured]:
         once = measure_mixture if args.mixture else measure
         for count in counts:
             rounds = [once(llm, file, count, args, memory[count]) for _ in range(args.rounds)]
-            rounds.sort(key=lambda each: each[0].tokens_s)
-            one, traced = rounds[len(rounds) // 2]
-            waits = [each.waiting_tokens_s for each, _ in rounds if each.waiting_tokens_s]
-            one.waiting_tokens_s = statistics.median(waits) if waits else None
+            one, traces[count] = middle(rounds)
             found.append(one)
-            traces[count] = asdict(traced)
         stream = stream_of(llm)
         console.print(
             f"{model.name}: {total / 1e6:,.0f} MB of weights, {stream.num_bytes / 1e6:,.0f} MB in"
             f" memory; anonymous memory of the process {anonymous_bytes() / 1e6:,.0f} MB"
         )
         llm.shutdown()
-    console.print(as_table(found))
-    if args.llama_python:
-        console.print(llama_table(found))
-    if args.llama_server:
-        beside(console, args.llama_server, args.gguf, counts)
-    if args.trace:
-        args.trace.write_text(json.dumps(traces))
-    if args.json:
-        args.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
+    show(console, args, found, traces)
     return found
 
 
-def as_table(found: Sequence[Measured]) -> Table:
-    names = ["requests", "equal", "tok/s in memory", "tok/s", "step ms", "read MB/s", "disk MB/s"]
-    names += ["share", "stalled"]
-    if found and found[0].hits is not None:
-        names += ["hits", "heat", "LRU", "oracle", "waiting"]
-    table = Table(*names)
-    for one in found:
-        cells = [
-            str(one.requests),
-            "yes" if one.is_equal else "NO",
-            f"{one.memory_tokens_s:.1f}",
-            f"{one.tokens_s:.1f}",
-            f"{one.step_s * 1e3:.0f}",
-            f"{one.read_s / 1e6:,.0f}",
-            f"{one.disk_s / 1e6:,.0f}",
-            f"{one.share:.0%}",
-            f"{one.stalled:.0%}",
-        ]
-        rates = (one.hits, one.heat, one.lru, one.oracle)
-        cells += [f"{each:.1%}" for each in rates if each is not None]
-        if one.waiting_tokens_s is not None:
-            cells.append(f"{one.waiting_tokens_s:.1f}")
-        table.add_row(*cells)
-    return table
+def middle(rounds: list[tuple[Measured, Traced]]) -> tuple[Measured, Traced]:
+    """Returns the round with the median speed, with the medians of what it is compared with."""
+    rounds.sort(key=lambda each: each[0].tokens_s)
+    one, traced = rounds[len(rounds) // 2]
+    medians = {}
+    for name in ("waiting_tokens_s", "never_tokens_s", "always_tokens_s"):
+        speeds = [getattr(each, name) for each, _ in rounds]
+        medians[name] = None if None in speeds else statistics.median(speeds)
+    return replace(one, **medians), traced
 
 
-def llama_table(found: Sequence[Measured]) -> Table:
-    table = Table("llama.cpp, requests", "memory", "tok/s", "hits", "read MB/s", "dropping s")
-    for one in found:
-        for name, each in (one.llama or {}).items():
-            cells = [str(one.requests), name, f"{each['tokens_s']:.2f}"]
-            if "hits" in each:
-                cells += [f"{each['hits']:.1%}", f"{each['read'] / each['seconds'] / 1e6:,.0f}"]
-                cells.append(f"{each['dropping']:.1f}")
-            table.add_row(*cells)
-    return table
+def show(
+    console: Console,
+    args: argparse.Namespace,
+    found: Sequence[Measured],
+    traces: Mapping[int, Traced],
+) -> None:
+    console.print(as_table(found))
+    if args.checkpoint:
+        notes = {count: traced.guesses.guesses for count, traced in traces.items()}
+        console.print(guess_table(notes, next(iter(traces.values())).num_experts))
+    if args.llama_python:
+        console.print(llama_table(found))
+    if args.llama_server:
+        beside(console, args.llama_server, args.gguf, [each.requests for each in found])
+    if args.trace:
+        noted = {count: asdict(traced) for count, traced in traces.items()}
+        args.trace.write_text(json.dumps(noted))
+    if args.json:
+        args.json.write_text(json.dumps([asdict(each) for each in found], indent=1))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="llama-1b", help="a shape of bench.common")
     parser.add_argument("--mixture", action="store_true", help="a mixture, half of it in memory")
+    parser.add_argument("--checkpoint", type=Path, help="the mixture's folder; sets --mixture")
     parser.add_argument("--share", type=float, help="of the weights that are in memory")
     parser.add_argument("--requests", default="1,8,32", help="at once, comma-separated")
     parser.add_argument("--tokens", type=int, default=12, help="of each answer")
@@ -368,7 +378,9 @@ def main() -> None:
     parser.add_argument("--gguf", type=Path, help="the same weights for llama.cpp")
     parser.add_argument("--trace", type=Path, help="where the experts that were used are written")
     parser.add_argument("--json", type=Path, help="where the figures are written")
-    run(parser.parse_args())
+    args = parser.parse_args()
+    args.mixture |= args.checkpoint is not None
+    run(args)
 
 
 if __name__ == "__main__":

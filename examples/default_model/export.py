@@ -31,14 +31,14 @@ def write_model(out: Path, model: Llama, tokenizer: Tokenizer) -> None:
     }
     save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     ids = Encoder(tokenizer).ids
+    name = "Mixtral" if model.shape.num_local_experts else "Llama"
     _write_json(
         out / "config.json",
         {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
+            "architectures": [f"{name}ForCausalLM"],
+            "model_type": name.lower(),
             "torch_dtype": "bfloat16",
             "tie_word_embeddings": True,
-            "hidden_act": "silu",
             "attention_bias": False,
             "mlp_bias": False,
             "attention_dropout": 0.0,

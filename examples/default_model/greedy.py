@@ -55,7 +55,7 @@ class _State:
         for layer, (keys, values) in zip(self.model.layers, self.tables, strict=True):
             assert isinstance(layer, Layer)
             x = x + self._attend(layer, layer.input_layernorm(x), positions, keys, values)
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            x = x + layer.feed_forward(layer.post_attention_layernorm(x))
         return self.model.norm(x)
 
     def _attend(

@@ -1,6 +1,7 @@
 """A plain Llama in torch for training, with the parameter names of Hugging Face.
 
-It has no cache and no sampling, and computes the loss only at positions with a weight.
+It has no cache and no sampling, and computes the loss only at positions with a weight. With experts
+the MLP is Mixtral's: each token is computed by the top_k experts of a router.
 """
 
 from dataclasses import asdict, dataclass
@@ -9,9 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+ACTIVATIONS = {"silu": F.silu, "relu": F.relu}
+BALANCE = 0.01  # weight of the loss that spreads tokens over experts (Switch Transformer)
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
+    """Sizes by the names of config.json. intermediate_size: of one expert, if there are some."""
+
     vocab_size: int = 4096
     hidden_size: int = 256
     intermediate_size: int = 640
@@ -22,9 +28,13 @@ class Shape:
     max_position_embeddings: int = 1024
     rope_theta: float = 10000.0
     rms_norm_eps: float = 1e-5
+    hidden_act: str = "silu"
+    num_local_experts: int = 0
+    num_experts_per_tok: int = 0
 
-    def as_dict(self) -> dict[str, int | float]:
-        return asdict(self)
+    def as_dict(self) -> dict[str, int | float | str]:
+        """Returns the fields of config.json."""
+        return {name: value for name, value in asdict(self).items() if value}
 
 
 class RMSNorm(nn.Module):
@@ -81,9 +91,52 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.activation = ACTIVATIONS[shape.hidden_act]
+        self.size = torch.zeros(())  # of the last call's activations, which a loss can make small
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate = self.activation(self.gate_proj(x))
+        self.size = gate.float().abs().mean()
+        return self.down_proj(gate * self.up_proj(x))
+
+
+class Expert(nn.Module):
+    """An MLP with Mixtral's names: w1 is the gate, w3 up and w2 down."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.w2 = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        self.w3 = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.activation = ACTIVATIONS[shape.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(self.activation(self.w1(x)) * self.w3(x))
+
+
+class Mixture(nn.Module):
+    """Experts, of which each token is computed by those with the largest products of the router,
+    weighted with the softmax of these."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.top_k = shape.num_experts_per_tok
+        self.gate = nn.Linear(shape.hidden_size, shape.num_local_experts, bias=False)
+        self.experts = nn.ModuleList(Expert(shape) for _ in range(shape.num_local_experts))
+        self.imbalance = torch.zeros(())  # of the last call, 1 if all experts have as many tokens
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, -2)
+        shares = self.gate(rows).float().softmax(-1)
+        weights, chosen = shares.topk(self.top_k)
+        weights = weights / weights.sum(-1, keepdim=True)
+        counts = torch.bincount(chosen.flatten(), minlength=shares.shape[1]) / chosen.numel()
+        self.imbalance = shares.shape[1] * (counts * shares.mean(0)).sum()
+        out = torch.zeros_like(rows, dtype=torch.float32)
+        for number, expert in enumerate(self.experts):
+            of, slot = (chosen == number).nonzero(as_tuple=True)
+            out.index_add_(0, of, expert(rows[of]).float() * weights[of, slot, None])
+        return out.to(x.dtype).view_as(x)
 
 
 class Layer(nn.Module):
@@ -92,11 +145,17 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = Attention(shape)
         self.post_attention_layernorm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = MLP(shape)
+        if shape.num_local_experts:
+            self.block_sparse_moe = Mixture(shape)
+        else:
+            self.mlp = MLP(shape)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        return x + self.feed_forward(self.post_attention_layernorm(x))
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        return self.block_sparse_moe(x) if hasattr(self, "block_sparse_moe") else self.mlp(x)
 
 
 class Llama(nn.Module):
@@ -112,7 +171,7 @@ class Llama(nn.Module):
         for name, weight in self.named_parameters():
             if weight.ndim < 2:
                 continue
-            is_output = name.endswith(("o_proj.weight", "down_proj.weight"))
+            is_output = name.endswith(("o_proj.weight", "down_proj.weight", "w2.weight"))
             nn.init.normal_(weight, std=0.02 * (deep if is_output else 1.0))
 
     def hidden(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
@@ -132,11 +191,18 @@ class Llama(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         return F.linear(hidden, self.embed_tokens.weight)
 
-    def loss(self, tokens: Tensor, documents: Tensor, weights: Tensor) -> Tensor:
-        """Returns the weighted cross-entropy. weights: [B, T], of predicting each token."""
+    def loss(self, tokens: Tensor, documents: Tensor, weights: Tensor, sparse: float = 0) -> Tensor:
+        """Returns the weighted cross-entropy, with what experts add. weights: [B, T], of predicting
+        each token; sparse: of the mean of the activations (L1, as in ProSparse)."""
         hidden = self.hidden(tokens, documents)[:, :-1]
         kept = weights[:, 1:] > 0
         logits = self.logits(hidden[kept]).float()
         each = F.cross_entropy(logits, tokens[:, 1:][kept], reduction="none")
         weight = weights[:, 1:][kept]
-        return (each * weight).sum() / weight.sum()
+        loss = (each * weight).sum() / weight.sum()
+        for part in self.modules():
+            if isinstance(part, Mixture):
+                loss = loss + BALANCE * part.imbalance
+            elif isinstance(part, MLP) and sparse:
+                loss = loss + sparse * part.size
+        return loss

@@ -53,11 +53,12 @@ class Muon(torch.optim.Optimizer):
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
     """Returns Muon and AdamW.
 
-    AdamW optimizes the query and key projections, the embedding and all parameters that are not
-    matrices. Muon would let queries and keys, which have no norm in a Llama, grow until attention
-    selects a single token."""
+    AdamW optimizes the query and key projections, the embedding, routers, experts (whose many
+    matrices would take Muon longer than all else) and all parameters that are not matrices. Muon
+    would let queries and keys, which have no norm in a Llama, grow until attention selects a single
+    token."""
     named = dict(model.named_parameters())
-    is_key = {n: "q_proj" in n or "k_proj" in n for n in named}
+    is_key = {n: any(part in n for part in ("q_proj", "k_proj", "sparse_moe")) for n in named}
     is_other = {n: "embed" in n or p.ndim != 2 for n, p in named.items()}
     matrices = [p for n, p in named.items() if not is_key[n] and not is_other[n]]
     adam = torch.optim.AdamW(

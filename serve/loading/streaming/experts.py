@@ -22,7 +22,7 @@ from serve.loading.streaming.reader import Fetch, WeightReader
 from serve.loading.streaming.units import Unit
 
 DECAY = 0.95  # of how often an expert was used, per step
-_LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
+LEAST_PRECISION = 0.8  # a wrong guess costs a read, a right one saves the wait for it
 _LEARNING = 0.01
 _MAX_GUESS_ROWS = 16  # of more rows, a step uses most experts anyway
 MAX_SUM_BYTES = 32 << 20  # of experts' results; with more rows, computing outlasts reading anyway
@@ -69,7 +69,10 @@ class ExpertSlots:
         self._ahead: tuple[int, Ints] = -1, np.empty(0, np.int32)
         self._precision, self._is_read = 1.0, False  # of guesses that were not in memory
         self.stats = ExpertStats()
-        self.on_use: Callable[[int, list[int]], None] | None = None  # for measurements
+        # for measurements: a mixture and its experts that are used; those that are guessed, and
+        # which of these were not there
+        self.on_use: Callable[[int, list[int]], None] | None = None
+        self.on_guess: Callable[[int, list[int], list[int]], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -78,6 +81,10 @@ class ExpertSlots:
     @property
     def num_experts(self) -> int:
         return sum(map(len, self._units))
+
+    @property
+    def num_mixtures(self) -> int:
+        return len(self._units)
 
     @property
     def all_units(self) -> list[Unit]:
@@ -158,8 +165,10 @@ class ExpertSlots:
         """Reads what the next mixture will probably use, beside what is used now, as long as most
         guesses come true."""
         self._ahead = mixture, experts[self._slot_of[mixture, experts] < 0]
+        if self.on_guess is not None:
+            self.on_guess(mixture, experts.tolist(), self._ahead[1].tolist())
         has_room = len(experts) + len(used) <= self.num_slots
-        self._is_read = has_room and self._precision >= _LEAST_PRECISION
+        self._is_read = has_room and self._precision >= LEAST_PRECISION
         if not self._is_read:
             return
         self.stats.guesses += len(self._ahead[1])
