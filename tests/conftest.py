@@ -35,7 +35,7 @@ from ops import get_backend
 from ops.cpu import native_library
 from tests.support.cuda.quick_interpreter import remember_builtins
 from tests.support.engine.raw_engine import NODE_BYTES
-from tests.support.profile import THOROUGH
+from tests.support.profile import THOROUGH, mark_the_rest
 from tests.support.text.trials import save_child_processes, skip_trials
 
 HAS_GPU = torch.cuda.is_available()
@@ -91,7 +91,9 @@ def own_log_handlers() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks property-based tests, which the thorough profile runs again with more examples, and
-    skips what a GPU's page size rules out: where there is a GPU the engine's tests run on it."""
+    combinations of parameters that are not for every day, and skips what a GPU's page size rules
+    out: where there is a GPU the engine's tests run on it."""
+    mark_the_rest(items)
     for item in items:
         if HAS_GPU and item.get_closest_marker("small_pages"):
             item.add_marker(pytest.mark.skip(reason="a CUDA device maps 2 MiB at a time"))

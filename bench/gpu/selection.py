@@ -23,6 +23,7 @@ _LAYERS = 8  # of a tile; they take turns
 _FILL_ROWS = 32768
 _TILE = 16
 _SHARES = (0.06, 0.12, 0.25, 0.5)
+_MANY = 50  # tiles, of which a share tells something
 
 
 class Rows:
@@ -183,6 +184,7 @@ def _check(heads: Heads, batch: int, context: int, kind: str) -> Figures:
     assert bool((tables.diff(dim=2) > 0).all()), "tiles are not in the order of their positions"
     assert bool((tables[..., -1] == rows.per_row - 1).all()), "a row's own tile is not the last"
     expected, num_same = torch.empty_like(out, dtype=torch.float64), 0
+    shortfall = 0.0
     size = rows.per_row * _TILE
     for row in range(batch):
         at = torch.arange(row * size, row * size + context, device=device()) % len(rows.k)
@@ -195,17 +197,26 @@ def _check(heads: Heads, batch: int, context: int, kind: str) -> Figures:
             tokens = tokens[tokens < context]
             scores = q @ k[tokens, head].t() * heads.dim**-0.5
             expected[row, own] = scores.softmax(-1) @ v[tokens, head]
-            num_same += _num_best(q, k[:, head], tiles[:-1])
+            num_best, worst = _compare(q, k[:, head], tiles[:-1])
+            num_same, shortfall = num_same + num_best, max(shortfall, worst)
     error = relative_error(out, expected)
     assert error <= (0.03 if kind == "int8" else 0.01), f"error {error:.4g}"
-    best_share = num_same / (batch * heads.kv * (budget - 1))
-    assert best_share > 0.85, f"{best_share:.0%} of the tiles are those of exact bounds"
+    assert shortfall <= 1, f"a tile is {shortfall:.2g} roundings worse than those of exact bounds"
+    num_chosen = batch * heads.kv * (budget - 1)
+    best_share = num_same / num_chosen
+    # of a few random tiles, those of exact bounds may be others within roundings
+    assert num_chosen < _MANY or best_share > 0.85, f"{best_share:.0%} are those of exact bounds"
     return {"error": error, "best_share": best_share}
 
 
-def _num_best(q: Tensor, k: Tensor, chosen: Tensor) -> int:
-    """Returns how many of the chosen tiles are among as many by exact bounds. q: [heads, D]."""
+def _compare(q: Tensor, k: Tensor, chosen: Tensor) -> tuple[int, float]:
+    """Returns how many of the chosen tiles are among as many by exact bounds, and by how much the
+    worst of them is below the worst of those, in roundings of bounds. q: [heads, D]."""
     keys = k[: (len(k) - 1) // _TILE * _TILE].view(-1, _TILE, k.shape[1])
     above, below = q.clamp(min=0).sum(0), q.clamp(max=0).sum(0)
-    best = (keys.amax(1) @ above + keys.amin(1) @ below).topk(len(chosen)).indices
-    return int(torch.isin(chosen, best).sum())
+    scores = keys.amax(1) @ above + keys.amin(1) @ below
+    best = scores.topk(len(chosen))
+    # bounds are rounded by a step of 1/127 of the largest one, and int8 keys by half a step before
+    rounding = 2.1 * float(keys.abs().max() / 127 * (above - below).sum())
+    worst = float(best.values.min() - scores[chosen].min())
+    return int(torch.isin(chosen, best.indices).sum()), worst / rounding

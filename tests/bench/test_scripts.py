@@ -42,6 +42,7 @@ def ops_readings(*command):
     return last_json(output_of("-m", *command, "--quick"))["readings"]
 
 
+@pytest.mark.timing
 def test_ops_quick():
     """Every kernel is measured against the ceiling that binds it."""
     readings = ops_readings("serve", "bench", "ops")
@@ -104,6 +105,7 @@ def test_stalls_quick(tmp_path):
             assert figures["tokens_per_s"] > 0
 
 
+@pytest.mark.timing  # shares are of readings beside it
 @pytest.mark.parametrize("name", ["avx2", "portable"])
 def test_ops_without_a_bf16_product(name):
     """A processor without the ceiling's instruction has no share, and no division by zero."""

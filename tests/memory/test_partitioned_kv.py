@@ -248,6 +248,7 @@ TestPartitionedMachine = PartitionedMachine.TestCase
 TestPartitionedMachine.settings = examples(60, steps=40)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("num_partitions", [2, 3])
 def test_3_000_random_operations(layout, num_partitions):

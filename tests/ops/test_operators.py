@@ -109,6 +109,7 @@ def test_decode_attention(cpu, dtype, heads, kv_heads, dim):
     close(got.lse, expected.lse, dtype)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 5, 100])
 @pytest.mark.parametrize(("n", "past"), [(1, 0), (2, 0), (7, 30), (80, 0), (80, 55), (200, 3)])

@@ -56,6 +56,7 @@ def _outputs(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -
     return [(o.token_ids, o.cumulative_logprob) for o in outputs]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
 @pytest.mark.parametrize("precision", ["int8", "int8/int4", "bfloat16", "float32"])
 def test_tokens_do_not_depend_on_the_batch_or_the_chunks(family, precision):
@@ -114,6 +115,7 @@ def test_every_family_is_close_to_fp32(family, precision):
     assert float(kl.max()) < 10 * bound
 
 
+@pytest.mark.exhaustive
 def test_int8_keeps_the_perplexity_of_the_default_model():
     """`--dtype auto` relies on at most 0.5 % each for the products and the K/V."""
     precisions = ["float32", "int8/float32", "float32/int8", "int8", "float32/int4"]

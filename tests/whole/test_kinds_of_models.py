@@ -115,6 +115,7 @@ def test_greedy_tokens_equal_transformers(kind):
     assert token_ids == reference_greedy(checkpoint(kind, "long"), prompt, len(token_ids))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["float32", "int8", "int4"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_prefix_hits_batches_and_chunks_change_no_token(kind, dtype):
@@ -165,6 +166,7 @@ def test_preempted_sequences_are_recomputed(kind):
         assert llm.stats().prefix_evicted_pages > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", ["int8", "float32"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_restarted_engine_loads_the_prefix_from_disk(

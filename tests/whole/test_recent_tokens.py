@@ -125,6 +125,7 @@ def test_answers_do_not_depend_on_the_sequences_beside_them():
     assert alone == expected()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("page_bytes", [None, 4096, 64 << 10])
 @pytest.mark.parametrize("shared", [100, 128, 200, 256, 300, 384])
 def test_a_prefix_hit_changes_no_bit(page_bytes, shared):

@@ -65,6 +65,7 @@ def test_other_models_do_not_know_the_words():
     assert "does not know the words of the tasks" in " ".join(result.output.split())
 
 
+@pytest.mark.exhaustive
 def test_a_table_a_file_and_a_picture_are_written(model, tmp_path):
     file, picture = tmp_path / "table.json", tmp_path / "picture.png"
     options = ("--reference", "--context", "1024", "--exercises", "1")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 from bench.engine.kv_events import measure
 
 
+@pytest.mark.exhaustive
 def test_it_measures_both_threads():
     found = measure(count=16, repeats=1)
     assert found["steps"] > 50 and found["evicted_pages"] > 0

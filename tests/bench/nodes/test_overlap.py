@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 def test_early_q_saves_what_the_formula_says() -> None:
     cases = [*EARLY_Q[2:], Costs(kv_s=0.02, prefix_s=0.003, delay_s=0.001)]
     found = measure_injected(VirtualClock(), 2, cases)

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.mark.exhaustive
 def test_each_number_of_sequences_and_context_is_measured(tmp_path):
     found = measure(QUICK, tmp_path)
     assert [(one.context, one.count) for one in found] == [
@@ -27,6 +28,7 @@ def test_each_number_of_sequences_and_context_is_measured(tmp_path):
     assert table_of(found, QUICK).row_count == len(found)
 
 
+@pytest.mark.exhaustive
 def test_choices_among_the_tiles_of_several_nodes_are_measured(tmp_path):
     sizes = replace(QUICK, contexts=(512,), counts=(2,), partitions=("sequence",), num_nodes=2)
     [one] = measure(sizes, tmp_path)

@@ -117,6 +117,7 @@ def test_the_log_has_the_experts_of_each_step() -> None:
     assert log.drawn([traced(1)]) is None and RoutingLog(0).drawn([traced(1)]) is None
 
 
+@pytest.mark.exhaustive
 def test_latency_of_a_mixture_tells_the_experts_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

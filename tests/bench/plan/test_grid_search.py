@@ -146,6 +146,7 @@ def test_no_grid_keeps_the_limits(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not (memory): " in said
 
 
+@pytest.mark.exhaustive
 def test_a_time_between_tokens_asks_for_grids() -> None:
     """Without --gpus their number is assumed, and ttft is in seconds as with it."""
     done = CliRunner().invoke(

@@ -81,6 +81,7 @@ def test_predictions_beside_measured_steps(tmp_path: Path, dtype: str) -> None:
     assert "0 of the 0 steady steps at their limit" in console.export_text()
 
 
+@pytest.mark.exhaustive
 @needs_kernels
 def test_the_quick_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = random_checkpoint("tiny", folder=tmp_path)

@@ -44,6 +44,7 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert all(bool((w == whole[name]).all()) for name, w in steps(second, 3).items())
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("short")
 def test_the_loss_falls(tmp_path):
     trainer = train.Trainer(tmp_path, 1.0, 0)
@@ -125,6 +126,7 @@ def test_the_engine_selects_about_what_the_reference_selects():
         assert selected == pytest.approx(one.read, abs=0.02)
 
 
+@pytest.mark.exhaustive
 def test_the_committed_model_can_do_the_tasks():
     exercises = make_exercises(1024, 2, 8)
     (row,) = rows_of(exercises, by_reference(BUILT, ["full"], exercises, quiet))

@@ -52,6 +52,7 @@ def test_parting_saves_stalls_and_costs_the_first_token(
     assert json.loads(file.read_text()) == json.loads(json.dumps(found))
 
 
+@pytest.mark.exhaustive
 def test_too_few_servers_for_the_prompts_have_a_queue() -> None:
     """Long prompts and short answers: one of four servers cannot compute all prompts."""
     mix = Mix(1024, 16)

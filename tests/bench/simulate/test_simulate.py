@@ -157,6 +157,7 @@ def random_calls(seed, count=60):
     return calls, arrivals_s
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("order", QUEUE_POLICIES)
 @pytest.mark.parametrize("policy", MEMORY_POLICIES)
 def test_every_request_ends_and_memory_is_free_again(policy, order):
@@ -178,6 +179,7 @@ def test_every_request_ends_and_memory_is_free_again(policy, order):
     assert again == result
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("order", QUEUE_POLICIES)
 @pytest.mark.parametrize("policy", MEMORY_POLICIES)
 @pytest.mark.parametrize("seed", range(3))

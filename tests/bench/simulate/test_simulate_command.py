@@ -180,6 +180,7 @@ def test_a_calibration_finds_what_a_run_was_made_of():
         assert row.error > 0.3, row
 
 
+@pytest.mark.exhaustive
 def test_a_run_is_checked_with_a_fit_that_has_not_seen_it(monkeypatch):
     """One run of three is three times as slow, which a fit of the other two does not see."""
     burst = simulated_run(9, qps=400.0)[0]

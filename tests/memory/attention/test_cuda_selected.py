@@ -139,10 +139,8 @@ def expected(layer, q, kv, policy, num_decoded, kind):
     return whole
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["int8", *(pytest.param(x, marks=pytest.mark.exhaustive) for x in ("float32", "bfloat16"))],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["int8", "float32", "bfloat16"])
 def test_rows_after_the_prompt_read_what_they_choose(kind):
     memory = Memory(LAYERS, kind, "quest:budget=32,least=1")
     policy, num_chosen = memory.selection.policy, 0

@@ -95,6 +95,7 @@ def run(attention, dtype, only=None):
     return {key: torch.cat(parts) for key, parts in outs.items()}, joined
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(
     ("kind", "tolerance"), [("float32", 2e-5), ("bfloat16", 0.03), ("int8", 2e-3)]

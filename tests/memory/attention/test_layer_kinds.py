@@ -162,6 +162,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("is_eager", [False, True])
 @pytest.mark.parametrize(("kind", "dtype", "rounded", "tolerance"), KINDS)
 def test_local_attention_equals_the_reference(kind, dtype, rounded, tolerance, is_eager):
@@ -171,6 +172,7 @@ def test_local_attention_equals_the_reference(kind, dtype, rounded, tolerance, i
     run(memory.attention, dtype, against_fp64(rounded, tolerance))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not native_library.is_available(), reason="native kernels not built")
 def test_recent_tokens_are_int8_in_every_kind_of_layer():
     memory = Memory(RECENT)

@@ -74,6 +74,7 @@ def test_a_killed_node_is_a_short_pause(partition):
     assert finish(run) < 0.5
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("partition", _PARTITIONS)
 @pytest.mark.parametrize("is_idle", [False, True])
 def test_a_node_that_restarts_at_once_is_used_again_at_once(partition, is_idle):
@@ -185,6 +186,7 @@ def test_a_full_node_is_not_waited_for():
     finish(run)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", ["truncated", "twice", "older_epoch", "garbage"])
 @pytest.mark.parametrize("from_node", [False, True])
 def test_malformed_messages_are_refused(kind, from_node):

@@ -106,6 +106,7 @@ STEPS = [(9, 17), (1, 1), (1, 1), (1, 2), (1, 5), *[(1, 1)] * 6]
 NUM_BY_LANE = len(STEPS) - 2  # the chunks go by the endpoint
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("partition", ["head", "sequence"])
 @pytest.mark.parametrize("num_nodes", [1, 2])
 @pytest.mark.parametrize("wire", [FULL_WIRE, WireFormat(WireType.BFLOAT16, WireType.BFLOAT16)])

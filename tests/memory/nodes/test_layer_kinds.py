@@ -58,6 +58,7 @@ def close(one, other) -> None:
     torch.testing.assert_close(one, other, rtol=0, atol=2e-5)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("names", ["a", "ab"])
 @pytest.mark.parametrize(("window", "tail_bytes"), [(None, 0), (None, 1 << 22), (40, 0)])

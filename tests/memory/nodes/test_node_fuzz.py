@@ -212,6 +212,7 @@ class StripedFuzzer(Fuzzer):
         self.engine.choice(number, counts, layer)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("fuzzer", "kv_dtype"),
     [(Fuzzer, kv_dtype) for kv_dtype in KV_DTYPES]

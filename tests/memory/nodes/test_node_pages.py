@@ -27,6 +27,7 @@ def engine(node):
     made.close()
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 @pytest.mark.parametrize("window", [None, 1, 17, 40, 128, 200])
 @pytest.mark.parametrize("prefix_only", [True, False])

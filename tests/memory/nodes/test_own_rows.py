@@ -69,6 +69,7 @@ def steps_of(pick, lengths):
             yield [(name, n, lengths[name]) for name, n in sorted(rows.items(), key=lambda x: x[1])]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("names", ["a", "ab", "abcd"])
 @pytest.mark.parametrize(("windows", "tail_bytes"), [((), 0), ((), 1 << 22), ((None, 40), 0)])

@@ -89,6 +89,7 @@ def run_mixed(rig, layers, kv_dtype, wire=FULL_WIRE):
         rig.kv.close(item)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_dtype", ["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize(
     ("partition", "names"),

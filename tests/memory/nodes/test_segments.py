@@ -53,6 +53,7 @@ def inputs_of(layers, count, dtype, generator):
     return made
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("names", ["a", "ab", "abc"])
 @pytest.mark.parametrize(
     ("layers", "kv_dtype", "is_turned"),

@@ -13,6 +13,7 @@ from memory.offload import scratch_file
 from tests.support.memory.offloaded_units import BLOCK, units
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("io", ["auto", "threads"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_steps_against_a_model(tmp_path, monkeypatch, seed, io):

@@ -22,6 +22,7 @@ LENGTHS = [1, 2, 16, 17, 64, 65, 128, 511, 512, 513, 576, 577, 1024, 1025, 1200]
 NAN = float("nan")
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("window", [None, 1, 40, 64, 500, 600])
 def test_rows_have_the_same_bits_in_one_call_and_in_two(isa, window, bits):
@@ -64,6 +65,7 @@ def test_int8_rows_on_any_number_of_threads(isa, threads):
         native_library.set_num_threads(before)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_plain_rows_have_the_same_bits_in_one_call_and_in_two(isa, dtype):
     pick = random.Random(3)

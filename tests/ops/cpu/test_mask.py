@@ -44,6 +44,7 @@ def sample(rows, choices, masks):
     return sampling.sample(rows, packed)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["all", "one", "few", "half", "most"])
 def test_only_allowed_tokens_are_sampled(isa, kind, size):

@@ -87,6 +87,7 @@ def check_equal(ups, downs, x, routing, *, scales_input=False) -> None:
     assert torch.equal(grouped(x, routing, residual), expected)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(("size", "inner"), [(64, 32), (100, 70), (33, 1), (544, 200)])
 def test_grouped_and_single_calls_have_the_same_bits(isa, kind, size, inner):
@@ -244,6 +245,7 @@ def test_an_expert_that_does_not_exist():
 # -- the router
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", ROUTER_KINDS.values(), ids=ROUTER_KINDS)
 @pytest.mark.parametrize("rows", [0, 1, 5, 77])
 @pytest.mark.parametrize("has_extras", [False, True])

@@ -43,6 +43,7 @@ def random_rows(kind: str, *shape: int) -> Tensor:
     return torch.randn(shape).to(torch.bfloat16 if kind == "bf16" else torch.float32)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", WEIGHTS)
 @pytest.mark.parametrize(
     ("heads", "num_in", "num_out"), [(16, 128, 512), (3, 100, 70), (5, 33, 1), (2, 544, 200)]

@@ -33,6 +33,7 @@ CASES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_attention(isa, case):
     case = dict(case)

@@ -84,6 +84,7 @@ def whole_rows(rows: int, size: int) -> Tensor:
     return x
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", INT4_GROUPS)
@@ -98,6 +99,7 @@ def test_nothing_is_rounded_but_the_sums_of_groups(isa, m, k, n, kind, group):
     assert bool(((y - x.double() @ wide.T).abs() <= bound).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", INT4_GROUPS)
 @pytest.mark.parametrize("code", [0, 15])
@@ -133,12 +135,14 @@ def test_only_the_rows_are_rounded(isa, kind, dtype):
     assert bool(((y - x @ wide.T).abs() <= bound + 1e-6).all())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group", [16, 64])
 def test_a_row_does_not_depend_on_the_others(isa, kind, group):
     check_rows_alone(random_weight(150, 700, kind, group).linear(torch.randn(150)), 700)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("activation", "is_gated"), FUSED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):
@@ -322,6 +326,7 @@ def check_rounded(
 ROUNDED = ["nearest", "searched", "nf4"]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("n", "k"), [(32, 64), (70, 100), (1, 33), (300, 1024), (33, 32)])
 @pytest.mark.parametrize("kind", ROUNDED)
 @pytest.mark.parametrize("group", INT4_GROUPS)

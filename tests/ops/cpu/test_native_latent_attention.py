@@ -80,6 +80,7 @@ def made(case, **changes):
     return latents, q, k, length
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_attention(isa, case):
     latents, q, k, length = made(case)

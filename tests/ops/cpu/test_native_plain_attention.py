@@ -49,6 +49,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [None, 1, 5, 100])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -47,6 +47,7 @@ def parts_of(case) -> tuple[dict, int, dict]:
     return shape, case.pop("length"), case
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_attention(isa, case):
     shape, length, options = parts_of(case)
@@ -72,6 +73,7 @@ def test_attention(isa, case):
         assert torch.equal(cache.attend(q[last - 1 : last], last), whole[last - 1 : last])
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("options", [{}, {"window": 150}, {"sinks": [0.5, 1.0, -1.0, 2.0]}])
 @pytest.mark.parametrize("chunk", [1, 7, 64, 300])
 def test_rows_have_the_same_bits_whatever_the_chunks(isa, chunk, options):

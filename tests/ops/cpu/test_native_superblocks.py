@@ -55,6 +55,7 @@ def test_weights_are_not_rounded(isa, m, k, n, kind):
     assert bool((wrong <= error_bound(x, magnitudes(weight), kind)).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("place", range(16))
 def test_each_input_has_its_weight(isa, kind, place):
@@ -112,6 +113,7 @@ def test_instruction_sets_with_fused_multiply_adds_have_the_same_bits(kind):
     assert all(torch.equal(result, results[0]) for result in results)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize(("activation", "is_gated"), FUSED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_activation_and_bias_are_fused(isa, activation, is_gated, kind):

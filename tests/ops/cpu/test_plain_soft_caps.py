@@ -78,6 +78,7 @@ def fp64(q, cache, scale, window, cap, sinks, first=None) -> Partial:
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -102,6 +103,7 @@ def test_prefix(isa, dtype, case):
     near(got, q, cache, 0.3, fp64(q, cache, 0.3, window, cap, None, past), cap)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("shape", [(4, 2, 64), (6, 1, 80), (4, 4, 256), (5, 1, 512)], ids=str)

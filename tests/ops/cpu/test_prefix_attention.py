@@ -191,6 +191,7 @@ def test_plain_prefix_on_random_shapes(isa, dtype):
         assert bool((error[sees] <= bound[sees]).all())
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("window", [None, 1, 40, 200])
 def test_plain_prefix_and_own_keys_make_the_whole(isa, dtype, window):

@@ -142,6 +142,7 @@ def expected_draws(kind, size):
     return found
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("kind", ["normal", "peaked", "ties", "flat", "holes"])
 def test_samples_equal_the_definition(isa, kind, size):
@@ -160,6 +161,7 @@ def test_samples_equal_the_definition(isa, kind, size):
     assert decided > 80
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 50, "top_p": 0.9}, {"top_k": 50}])
 def test_the_last_kept_token(isa, cut):
     """A uniform number just below 1 gives the last kept token."""

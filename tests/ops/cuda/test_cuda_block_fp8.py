@@ -60,6 +60,7 @@ def layer(num_out: int, num_in: int, fusion: Fusion = NO_FUSION, *, has_bias: bo
     return op, reference
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_in", [128, 200, 384])
 @pytest.mark.parametrize("fusion", [NO_FUSION, SILU, OAI, Fusion(None, "relu2")])
 def test_against_float64(num_in, fusion):
@@ -102,6 +103,7 @@ def test_a_row_does_not_depend_on_the_others():
         assert torch.equal(op(x[some]), whole[some])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scales_input", [False, True])
 @pytest.mark.parametrize("fusion", [SILU, OAI])
 def test_experts_have_the_bits_of_their_layers(fusion, scales_input, monkeypatch):

@@ -153,6 +153,7 @@ def plain_layers(backend, dtype, fusion: Fusion, sizes=(4, 40, 24), *, has_bias=
     return backend.pack_experts(*found), reference.pack_experts(*exact)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", PLAIN.values(), ids=PLAIN)
 @pytest.mark.parametrize("fusion", [SILU, OAI, Fusion(None, "relu2")])
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -220,6 +221,7 @@ def test_a_row_does_not_depend_on_the_others(backend, kind):
         assert torch.equal(found, whole[some])
 
 
+@pytest.mark.exhaustive
 def test_no_tile_changes_a_bit(backend, monkeypatch):
     ups, downs = layers(backend, "int8", 3, 96, 64, SILU)
     experts = CudaExperts(ups, downs, False)

@@ -78,6 +78,7 @@ def test_windows(window):
     check(tiles, attend(tiles, q, min_split=64), q)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("has_sinks", [False, True])
 def test_soft_caps_and_sinks(window, has_sinks):

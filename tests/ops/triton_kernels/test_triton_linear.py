@@ -58,6 +58,7 @@ def check_close(found: torch.Tensor, want: torch.Tensor) -> None:
     torch.testing.assert_close(found.double(), want, rtol=rtol, atol=1e-5 * want.abs().max().item())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("tile", TILES.values(), ids=TILES)
 @pytest.mark.parametrize(("rows", "outputs", "inputs"), SIZES)
 def test_sums_are_exact(tile, rows, outputs, inputs):

@@ -103,6 +103,7 @@ def check_codes(values: torch.Tensor, x, **how) -> None:
     assert codes.int().abs().amax(1).eq(127).all()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", WIDTHS)
 def test_quantize(width, dtype):

@@ -161,6 +161,7 @@ def test_distribution():
     assert float(((counts - expected) ** 2 / expected).sum()) < 20.5
 
 
+@pytest.mark.exhaustive
 def test_a_row_draws_the_same_token_in_any_batch():
     logits = make_rows("normal", 4, 400)
     cuts = [{}, {"top_k": 7}, {"top_p": 0.8}, {"top_k": 300, "top_p": 0.9}]

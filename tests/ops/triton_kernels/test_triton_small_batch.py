@@ -67,6 +67,7 @@ EDGES = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("fusion", "adds"), EDGES.values(), ids=EDGES)
 @pytest.mark.parametrize("rows", every_day((0, 2), [1, 2, 3, 4]))
 def test_the_bits_of_separate_kernels(fusion, adds, rows):

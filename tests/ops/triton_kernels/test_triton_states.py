@@ -59,6 +59,7 @@ def convolve(
     return CudaStates().causal_conv(x, weight, bias, activation, states, segments)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(
     ("width", "activation"), every_day((0, 1, 2), [(4, "silu"), (2, None), (8, "silu"), (3, None)])
@@ -122,6 +123,7 @@ def attend(
     return CudaStates().linear_attention(*operands, rule, states, segments)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
@@ -228,6 +230,7 @@ def test_a_segment_without_rows_copies_its_state():
 # ---- the gated norm
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize(("groups", "group"), [(5, 24), (1, 200), (40, 128)])

@@ -65,6 +65,7 @@ def relative(a: Tensor, b: Tensor) -> float:
     return float((a - b).norm() / b.norm())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("variant", ["base", "bias"])
 def test_logits_equal_those_of_the_plain_numbers(case, variant, tmp_path):

@@ -38,6 +38,7 @@ def check_equal(weight: Weight8) -> None:
     assert torch.equal(steps, expected_steps)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kind", KINDS, ids=str)
 @pytest.mark.parametrize("has_zeros", [False, True])
 @pytest.mark.parametrize(

@@ -107,6 +107,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_experts_that_a_quantizer_stores_one_by_one(sources, layout, form, tmp_path):

@@ -98,6 +98,7 @@ def test_thoughts_of_a_grammar_hold_no_call() -> None:
         assert taken == (len(text) if num_taken is None else num_taken)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 def test_structured_content_and_forced_calls(
     model: tuple[LLM, bool, bool], enable_thinking: bool | None

@@ -100,6 +100,7 @@ def test_tokens_of_one_process(thread_workers, family, grid, dtype):  # noqa: F8
     assert thread_workers[0].num_started == grid[0] * grid[1] - 1
 
 
+@pytest.mark.exhaustive
 def test_three_stages(thread_workers, tmp_path):  # noqa: F811
     path = make_foreign(tmp_path, "helium", num_hidden_layers=3)
     found = [_served(path, (1, stages), dtype="int8") for stages in (1, 3)]

@@ -183,6 +183,7 @@ class Walk(Bench):
             assert not scheduler.policy.steps_left(0) and not scheduler.policy._prefilling
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize("seed", range(12))
 def test_tokens_are_those_of_a_run_without_overlap(policy, seed):
@@ -192,6 +193,7 @@ def test_tokens_are_those_of_a_run_without_overlap(policy, seed):
     assert walk.runner.num_pending or walk.scheduler.limits.max_num_seqs == 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 @pytest.mark.parametrize("seed", range(16))
 def test_failing_sequences_end_alone(fails, seed):
@@ -205,6 +207,7 @@ def test_failing_sequences_end_alone(fails, seed):
         assert len(sequence.token_ids) <= max(walk.bad[sequence], sequence.num_prompt_tokens)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("seed", range(12))
 def test_prompt_rows_are_read_once_and_in_order(fails, seed):
@@ -213,6 +216,7 @@ def test_prompt_rows_are_read_once_and_in_order(fails, seed):
     walk.check_end()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("seed", range(16))
 def test_a_row_is_applied_to_a_state_once(fails, seed):

@@ -47,6 +47,7 @@ class PipelineWalk(Walk):
             self.most_steps = max(self.most_steps, len(steps))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_tokens_are_those_of_a_run_without_overlap(depth, policy):
@@ -61,6 +62,7 @@ def test_tokens_are_those_of_a_run_without_overlap(depth, policy):
     assert num_late > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", ["launch", "wait"])
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_failing_sequences_end_alone(depth, fails):
@@ -77,6 +79,7 @@ def test_failing_sequences_end_alone(depth, fails):
     assert num_failed > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("depth", [2, 3, 6])
 def test_prompt_rows_are_read_once_and_in_order(depth, fails):
@@ -86,6 +89,7 @@ def test_prompt_rows_are_read_once_and_in_order(depth, fails):
         walk.check_end()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("fails", [None, "launch", "wait"])
 @pytest.mark.parametrize("depth", [1, 3, 4, 6])
 def test_a_device_that_keeps_its_tokens_may_have_a_queue_of_any_depth(depth, fails):

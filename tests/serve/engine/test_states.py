@@ -63,6 +63,7 @@ def test_forks_and_shared_prompts_have_states_of_their_own(kind):
         assert llm.stats().prefix_hit_tokens > 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
 def test_chunks_of_any_size_give_the_same_tokens(kind, chunk):

@@ -143,6 +143,7 @@ class EvictingWalk(Walk):
         assert set(self.eviction.open_at) == {s.kv_range.start for s in dropping}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("queue", QUEUE_POLICIES)
 @pytest.mark.parametrize(
     ("setting", "own"),

@@ -85,6 +85,7 @@ def own_devices(monkeypatch):
     return names
 
 
+@pytest.mark.exhaustive
 def test_devices_that_exchange_give_the_tokens_of_one_rank(own_devices, caplog):
     """Gloo stands for NCCL."""
     caplog.set_level("INFO")

@@ -106,6 +106,7 @@ def test_another_grid_finds_nothing(thread_workers, tmp_path, expected):  # noqa
             assert llm.stats().disk_loaded_pages == 0
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_what_one_rank_has_not_is_computed(

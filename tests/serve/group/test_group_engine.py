@@ -80,6 +80,7 @@ def on_grid(
     return found, stats
 
 
+@pytest.mark.covering(1)
 @pytest.mark.small_pages
 @pytest.mark.parametrize("precision", ["float32", "int8", "int4", "int8/int4"])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -147,6 +147,7 @@ def started(thread_workers) -> int:  # noqa: F811
     return thread_workers[0].num_started
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("grid", "rank"), RANKS, ids=str)
 def test_a_step_that_fails_once_is_computed_again(thread_workers, faults, grid, rank):  # noqa: F811
     """Before the rank's layers, and after them; workers keep their weights and connections."""
@@ -160,6 +161,7 @@ def test_a_step_that_fails_once_is_computed_again(thread_workers, faults, grid, 
     assert faults.num_raised == 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("grid", "rank"), [each for each in RANKS if each[0][0] > 1], ids=str)
 def test_a_fault_between_two_results(thread_workers, faults, grid, rank):  # noqa: F811
     """The other tensor ranks wait in a barrier. It may be that of the logits."""
@@ -172,6 +174,7 @@ def test_a_fault_between_two_results(thread_workers, faults, grid, rank):  # noq
     assert faults.num_raised == 4
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("grid", [(2, 1), (2, 2)], ids=str)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_fault_of_logits(thread_workers, faults, grid, rank):  # noqa: F811
@@ -207,6 +210,7 @@ def test_only_the_request_at_fault_ends(thread_workers, monkeypatch, grid, rank)
         assert started(thread_workers) == grid[0] * grid[1] - 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("grid", "rank"), [each for each in RANKS if each[1] > 0], ids=str)
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_lost_worker_is_replaced(thread_workers, monkeypatch, grid, rank, is_late):  # noqa: F811

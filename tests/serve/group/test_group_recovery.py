@@ -50,6 +50,7 @@ def lose(thread_workers: list[ThreadWorkers], rank: int) -> None:  # noqa: F811
     thread_workers[0].workers[rank]._engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("grid", [(1, 3), (2, 2)], ids=str)
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_loss_while_the_group_is_formed(thread_workers, monkeypatch, grid, is_late):  # noqa: F811

@@ -95,6 +95,7 @@ def alone(model=("llama", "long"), make_load=load, one_by_one=False, is_beside=F
         return scores((1, 1), model, make_load, one_by_one, **settings)[0]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("grid", "count", "kv_dtype"),
     [
@@ -208,6 +209,7 @@ def test_sequences_that_are_aborted_cost_no_holder(thread_workers, grid, tmp_pat
     assert len(tokens) == 280
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("grid", "rank"), [((2, 1), 0), ((2, 1), 1), ((1, 2), 0), ((1, 2), 1)], ids=str
 )

@@ -265,6 +265,7 @@ def test_routing_errors(method: str, path: str, status: int, code: str, allow: s
     run_with_server(FakeEngine(), check)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("path", "body", "status", "param", "code"),
     [

@@ -96,6 +96,7 @@ def reference(path: str, prompt: tuple[int, ...]) -> list[int]:
     return reference_greedy(Path(path), list(prompt), 60)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("chunk", [13, 256])
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
@@ -140,6 +141,7 @@ def least_pages(path: str, precision: str) -> int:
     return pages
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("variant", LONG_VARIANTS, ids=str)
 def test_a_prefix_hit_changes_no_bit(variant, precision):

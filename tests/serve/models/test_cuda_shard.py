@@ -50,6 +50,7 @@ def check(found: torch.Tensor, whole: torch.Tensor, dtype: str) -> None:
         torch.testing.assert_close(found, whole, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("adds", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_linears(dtype, adds):

@@ -13,9 +13,10 @@ from serve.errors import ConfigError
 from serve.models import Decoder, load_model, read_spec
 from serve.models.checkpoint import Checkpoint
 from serve.models.shard import WHOLE, Shard
-from tests.support.engine.checkpoints import VARIANTS, checkpoint, edit_json
+from tests.support.engine.checkpoints import checkpoint, edit_json
 from tests.support.engine.decoders import ListAttention, token_ids
 from tests.support.engine.quantized import ALL_CASES, write
+from tests.support.engine.variants.table import first_every_day
 from tests.support.group.thread_ranks import on_ranks
 from tests.support.profile import every_day
 
@@ -79,7 +80,7 @@ def can_divide(path, size: int) -> bool:
 
 
 @pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4", "int4"]))
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", first_every_day(), ids=str)
 def test_ranks_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
     if read_spec(path).state_layers:
@@ -150,7 +151,7 @@ def test_more_ranks(dtype, size, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", every_day([0, 1], ["float32", "int8", "nf4", "int4"]))
-@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+@pytest.mark.parametrize("variant", first_every_day(), ids=str)
 def test_stages_give_the_bits_of_one(variant, dtype):
     path = checkpoint(variant.family, variant.name)
     spec, ids = read_spec(path), ids_of(path)

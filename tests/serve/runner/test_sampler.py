@@ -51,6 +51,7 @@ def test_uniform_is_uniform_and_repeatable():
     assert abs(float(torch.corrcoef(torch.stack([along[:-1], along[1:]]))[0, 1])) < 0.03
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
 def test_temperature(temperature):
     logits = torch.randn(12)
@@ -59,6 +60,7 @@ def test_temperature(temperature):
     assert float((got - expected).abs().max()) < 0.015
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("params", "kept"),
     [

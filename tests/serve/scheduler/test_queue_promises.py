@@ -14,6 +14,7 @@ from serve.scheduler.mlfq_queue import MlfqQueue
 from tests.support.engine.queue_rig import Rig
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 def test_every_sequence_finishes_in_a_random_walk(policy, seed):

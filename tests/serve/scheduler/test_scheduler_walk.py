@@ -115,6 +115,7 @@ class Walk:
         raise AssertionError("a sequence never ends")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", QUEUE_POLICIES)
 @pytest.mark.parametrize(
     ("seed", "num_memories"),

@@ -109,6 +109,7 @@ def prompt_of(size: int) -> Sequence:
     return sequence
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rate", [0.0, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 4, 16])
 @pytest.mark.parametrize("factor", [3.0, math.inf])

@@ -70,6 +70,7 @@ def test_a_hundred_thousand_tokens() -> None:
     assert check(range(14), 64, 260, **settings) > 100_000
 
 
+@pytest.mark.exhaustive
 @pytest.mark.small_pages
 def test_preempted_sequences() -> None:
     """A draft takes no page that a sequence needs, and is forgotten with its preemption."""

@@ -57,6 +57,7 @@ def machine(batch: int, search_s: float, row_s: float) -> HiddenTime:
     return made
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 8])
 def test_never_slower(batch, rate):

@@ -33,6 +33,7 @@ def expected_of(prompts: Any, params: Any, **settings: Any) -> list[Any]:
         return results(llm.generate(prompts, params, use_tqdm=False))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", every_day([0], ["int8", "float32"]))
 @pytest.mark.parametrize("draft", [LLAMA, OTHER])
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

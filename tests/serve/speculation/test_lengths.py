@@ -116,6 +116,7 @@ def best(batch: int, seconds: Callable[[int], float], rate: float) -> float:
     return max(batch * gain / seconds(batch * (k + 1)) for k, gain in enumerate(gains))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 4, 8, 32, 64])
 @pytest.mark.parametrize("seconds", [cpu, busy, gpu])

@@ -101,6 +101,7 @@ def best(batch: int, seconds: Seconds, drafts: Seconds, rate: float) -> float:
     )
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("rate", [0.0, 0.3, 0.6, 0.9])
 @pytest.mark.parametrize("batch", [1, 4, 8, 32])
 @pytest.mark.parametrize("drafts", [small, as_large])

@@ -50,6 +50,7 @@ def check(chat: ChatFormat, schema: dict[str, Any], text: str) -> None:
     jsonschema.validate(json.loads(made), schema)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("schema", [SCHEMA, PLAIN], ids=["values", "text"])
 def test_required_calls_end(llm: LLM, style: str, schema: dict[str, Any]) -> None:

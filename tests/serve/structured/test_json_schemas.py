@@ -31,6 +31,7 @@ def test_there_are_a_hundred():
         jsonschema.Draft202012Validator.check_schema(schema)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_every_text_validates_against_its_schema(llm, temperature):
     params = [

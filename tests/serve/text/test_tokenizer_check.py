@@ -164,6 +164,7 @@ def test_what_explodes_is_refused(change: Callable[[Json], None], tmp_path: Path
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10  # KiB
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("regex", [r"(a+)+$", r"(\w+)+!", r"(?:a|a)*b", r"(q*q*)*x", r"(a|aa)+$"])
 @pytest.mark.parametrize("step", ["normalizer", "pre_tokenizer"])
 @pytest.mark.row("X7")
@@ -174,6 +175,7 @@ def test_exponential_patterns_are_refused(regex: str, step: str, tmp_path: Path)
         Tokenizer.load(write(tmp_path / "model", state))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.row("X7")
 def test_a_pattern_that_is_slow_for_one_script(tmp_path: Path) -> None:
     """It took 1.2 s for 604 characters, and the trial had none of its letters."""

@@ -102,6 +102,7 @@ def test_a_full_replica_runs_more_sequences_with_the_same_bits(tmp_path, kv_dtyp
         lender._loaded.core.kv.check_integrity()
 
 
+@pytest.mark.exhaustive
 def test_the_lenders_own_requests_get_the_pages_back_and_no_token_changes(tmp_path):
     """The borrower uses most of the lender's memory when the lender gets requests that need all of
     it. None of these is preempted, and the borrower's sequences are computed again."""

@@ -56,6 +56,7 @@ ADDRESSES = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("more", [(), ("--memory-node-bytes", "1M")])
 @pytest.mark.parametrize(("url", "expected"), ADDRESSES)
 def test_addresses_without_a_node_are_refused(url, expected, more, tmp_path, all_logs):

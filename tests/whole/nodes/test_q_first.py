@@ -67,6 +67,7 @@ def has_own_query(attention: AttentionHalf) -> bool:
     return attention.q is not None and attention.qkv is not None
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", [item for item in VARIANTS if is_first(item)], ids=str)
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "int8"])
 def test_every_family_has_the_same_bits(variant: Variant, precision: str) -> None:

@@ -294,6 +294,7 @@ def test_drafts(partition, loses, tmp_path, monkeypatch):
     assert tokens == local_tokens(DELTA, VOCAB, growing)
 
 
+@pytest.mark.exhaustive
 def test_no_draft_crosses_the_end_of_a_record(tmp_path):
     """A record is kept when its interval is full. What is found of it later must be the state after
     its last token, whatever rows of drafts a step had there."""

@@ -76,6 +76,7 @@ def pair(tmp_path, key_file, slow_steps):
         yield make
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("scheme", ["inproc", "shm", "tcp"])
 @pytest.mark.parametrize("comes_first", [True, False])
 def test_pages_come_while_later_ones_are_computed(pair, scheme, comes_first):

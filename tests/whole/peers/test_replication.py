@@ -51,6 +51,7 @@ def copies_of(llm: LLM):
     return llm.stats().kv_peers.copies
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("holds_copies", [True, False])
 def test_sequences_go_on_from_copies_when_their_engine_dies(

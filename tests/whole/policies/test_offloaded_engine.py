@@ -46,6 +46,7 @@ pytestmark = [
 COSTLY = pytest.mark.exhaustive
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("policy", [OFF, QUEST])
 @pytest.mark.parametrize("share", [0.5, 0.33])
 def test_tokens_are_those_of_k_v_in_memory(policy, share, tmp_path):

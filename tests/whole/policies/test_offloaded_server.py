@@ -60,6 +60,7 @@ def open_files(folder: Path) -> list[str]:
     return [link for link in found if str(folder) in link]
 
 
+@pytest.mark.exhaustive
 def test_a_server_says_what_is_where_and_gives_it_back_when_it_sleeps(tmp_path: Path) -> None:
     async def main() -> None:
         engine = Engine(DEFAULT_MODEL, kv_offload_dir=tmp_path, **SETTINGS)

@@ -124,6 +124,7 @@ def test_a_small_budget_changes_long_answers_and_no_short_ones(kv_dtype):
     assert small[-1] != whole[-1]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("chunk", [7, 512])
 def test_answers_do_not_depend_on_the_chunks(chunk, kv_dtype):
@@ -141,6 +142,7 @@ def test_answers_do_not_depend_on_the_sequences_beside_them(kv_dtype):
     assert alone == expected(kv_dtype, QUEST)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("kv_dtype", KINDS)
 @pytest.mark.parametrize("shared", [100, 128, 300])
 def test_a_prefix_hit_changes_no_bit(shared, kv_dtype):

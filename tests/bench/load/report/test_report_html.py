@@ -87,6 +87,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
 KINDS = ("cdf", "timeline", "steps", "lanes", "client")
 
 
+@pytest.mark.exhaustive
 def test_every_plot_is_there(whole):
     page = Page(whole)
     names = ["rates", *(f"{rate}-{kind}" for rate in ("r0", "r1") for kind in KINDS)]

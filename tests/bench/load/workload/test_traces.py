@@ -165,6 +165,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
         read_trace("azure", tmp_path / "binary", Part(), [])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_published_lengths(name: str, seed: int) -> None:

@@ -48,6 +48,7 @@ def distance(some, others):
     return max(float((a - b).abs().max()) for a, b in zip(some, others, strict=True))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
 @pytest.mark.parametrize(("names", "tail_bytes"), [("a", 0), ("ab", 1 << 22), ("abc", 0)])
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ def _stored(x: torch.Tensor, cache: Cache) -> torch.Tensor:
     return round_kv4(x, cache.group) if cache.op.bits == 4 else round_kv(x, cache.group)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("case", CASES, ids=lambda c: "-".join(f"{k}{v}" for k, v in c.items()))
 def test_rows_read_the_tiles_with_the_largest_bounds(isa, case, bits):

@@ -43,6 +43,7 @@ def read_of_prefix(
     return read, is_clear
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("sinks", [(), (0.0, 3.0, -5.0, 9.0)], ids=["plain", "sinks"])
 def test_rows_and_their_merge_with_their_own_keys(isa, bits, sinks):

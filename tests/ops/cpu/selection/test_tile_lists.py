@@ -114,6 +114,7 @@ def keys_of(kind):
             yield same
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("kind", ["topics", "same", "few"])
 @pytest.mark.parametrize("count", [1, 2, 3, 4])

@@ -102,6 +102,7 @@ def is_same(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.float().view(torch.int32), expected.float().view(torch.int32))
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("shape", SHAPES)
@@ -220,6 +221,7 @@ def test_far_gates_are_finite_and_exact(isa):
     check(states, exact, 1e-5)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("width", range(2, 9))
 @pytest.mark.parametrize(("channels", "activation"), [(96, "silu"), (1100, "silu"), (37, None)])
@@ -265,6 +267,7 @@ def test_convolution_has_the_same_bits_however_rows_are_cut(isa, dtype, width):
     native_library.set_num_threads(threads)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 @pytest.mark.parametrize("gates_first", [False, True])

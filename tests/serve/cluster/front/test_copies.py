@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.engine.engine import Engine
 from serve.http import HttpServer, HttpSettings
 from serve.machine import free_port
+from serve.runner.runner import ModelRunner, StepResult
 from tests.serve.cluster.front.test_apart import LOAD, load
 from tests.serve.cluster.front.test_relay import DONE, STATE, Script, ScriptedServer, streams
 
@@ -215,6 +217,24 @@ def copied_pages(server: HttpServer) -> int:
     return stats.copies.pages
 
 
+class HeldSteps:
+    """Lets the first steps of all engines run, and later ones only once `go_on` is set: what comes
+    beside a stream comes before its end, however busy the machine is."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, num_free: int) -> None:
+        self.go_on = threading.Event()
+        self._num_left = num_free
+        run = ModelRunner.run
+
+        def held(runner: ModelRunner, *args: Any) -> StepResult:
+            self._num_left -= 1
+            if self._num_left < 0:
+                self.go_on.wait(30)
+            return run(runner, *args)
+
+        monkeypatch.setattr(ModelRunner, "run", held)
+
+
 def test_real_engines_name_the_copier_and_it_goes_on(
     key_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -225,6 +245,7 @@ def test_real_engines_name_the_copier_and_it_goes_on(
     monkeypatch.setattr("serve.http.calls.continuation._COPIED_S", 0.0)
     monkeypatch.setattr("memory.peers.copying.NEWS_S", 0.005)
     monkeypatch.setattr("memory.peers.copying.SHARE", 0.5)
+    steps = HeldSteps(monkeypatch, num_free=200)
     call = StreamCall(
         "/v1/completions",
         {"model": MODEL, "prompt": "Once upon a time " * 8, "max_tokens": 600, "stream": True}
@@ -245,12 +266,15 @@ def test_real_engines_name_the_copier_and_it_goes_on(
             asking = asyncio.create_task(ask(session, front.url, call))
             first = await first_of(front.replicas.replicas)
             at = front.replicas.replicas.index(first)
-            async with asyncio.timeout(10):
-                while sum(map(copied_pages, servers)) < 4:
-                    assert not asking.done(), "it is over too soon"
-                    await asyncio.sleep(0.002)
-            pages = [copied_pages(server) for server in servers]
-            await proxies[at].cut()
+            try:
+                async with asyncio.timeout(20):
+                    while sum(map(copied_pages, servers)) < 4:
+                        assert not asking.done(), "it is over too soon"
+                        await asyncio.sleep(0.002)
+                pages = [copied_pages(server) for server in servers]
+                await proxies[at].cut()
+            finally:
+                steps.go_on.set()
             found, expected = await asking, await ask(session, servers[at].url, call)
             assert not found.error and found.said == expected.said
             copier = max(range(3), key=lambda n: pages[n])

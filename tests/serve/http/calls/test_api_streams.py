@@ -41,6 +41,7 @@ async def events_of(served: Served, path: str) -> list[tuple[str, dict[str, Any]
     return events
 
 
+@pytest.mark.covering(1)
 @both
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_ends_its_request(path: str, stream: bool) -> None:

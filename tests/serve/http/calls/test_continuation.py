@@ -19,6 +19,7 @@ from serve.http.calls.continuation import AnswerState, Continuation
 from serve.http.calls.key_policy import KeyPolicy
 from serve.http.edge.keys import ApiKey
 from serve.request import RequestMetrics
+from tests.support.profile import THOROUGH
 
 MODEL = EngineConfig(model=DEFAULT_MODEL).model_name
 CHAT = "/v1/chat/completions"
@@ -138,18 +139,22 @@ def events_of(stream: bytes) -> list[Any]:
     return [*found, pieces]
 
 
+@pytest.mark.property
 @pytest.mark.parametrize("name", CALLS)
 def test_each_token_may_be_the_last_of_the_first_server(name: str) -> None:
     path, more = CALLS[name]
     body = {"model": MODEL, "stream": True, "temperature": 0.8, **more}
 
     async def check(pair: Pair) -> None:
-        status, whole = await pair.post(0, path, body)
-        assert status == 200, whole
-        blocks = blocks_of(whole)
-        cuts = [i + 1 for i, block in enumerate(blocks) if block.startswith(b": tokens")]
+        for _ in range(10):  # a busy machine sends many tokens at once
+            status, whole = await pair.post(0, path, body)
+            assert status == 200, whole
+            blocks = blocks_of(whole)
+            cuts = [i + 1 for i, block in enumerate(blocks) if block.startswith(b": tokens")]
+            if len(cuts) >= 3:
+                break
         assert len(cuts) >= 3
-        for cut in cuts:
+        for cut in cuts if THOROUGH else (cuts[0], cuts[len(cuts) // 2], cuts[-1]):
             log = AnswerLog()
             sent = log.feed(b"".join(blocks[:cut]))
             assert log.continuation is not None

@@ -121,6 +121,7 @@ def test_responses(server: str, lengths: range) -> None:
     assert had >= {"incomplete", "function_call"} | ({"message"} if lengths == ALL else set())
 
 
+@pytest.mark.covering(1)
 @LENGTHS
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_messages(server: str, is_streamed: bool, lengths: range) -> None:

@@ -102,6 +102,7 @@ def check(calls: Any) -> None:
             assert (call.function.name, arguments) == ("now", {})
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("choice", ["required", NAMED])
 def test_forced_calls(client: openai.OpenAI, choice: Any) -> None:
     answer = client.chat.completions.create(

@@ -111,6 +111,7 @@ def test_only_the_secret_opens() -> None:
     assert of_hop(prompt_token(""), "") == (False, False)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("header", [None, b"0" * 64, b"\xff\xfe", "é".encode()])
 @pytest.mark.parametrize("kind", ["plain", "continuation", "remote_prefill"])
 def test_a_client_without_the_secret_gains_nothing(

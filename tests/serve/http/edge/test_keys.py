@@ -264,6 +264,7 @@ def test_a_public_host_needs_keys_or_allow_no_key() -> None:
         HttpSettings(host=host)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("settings", "host", "status"),
     [

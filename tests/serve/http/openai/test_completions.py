@@ -37,6 +37,7 @@ def _joined(events: list[Any]) -> dict[int, dict[str, Any]]:
     return choices
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("prompt", ["abc", [97, 98, 99], ["abc", "d"], [[97, 98, 99], [100]]])
 @pytest.mark.parametrize("n", [1, 2])
 def test_echo(prompt: Any, n: int) -> None:

@@ -230,6 +230,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Tokenize
     return Tokenizer.load(make_directory(request.param, tmp_path_factory.mktemp(request.param)))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.row("T12")
 @pytest.mark.parametrize("unit", UNITS, ids=range(len(UNITS)))
 def test_time_to_tokenize_is_linear(tokenizer: Tokenizer, unit: str) -> None:

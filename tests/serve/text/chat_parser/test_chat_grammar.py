@@ -87,6 +87,7 @@ def read(chat: ChatFormat, text: str, *, is_open: bool = False) -> list[Part]:
     return parser.push(text) + parser.finish()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("style", TOOL_FORMATS)
 @pytest.mark.parametrize("seed", range(8))
 def test_forced_calls_are_parsed_back(style: str, seed: int) -> None:
@@ -149,6 +150,7 @@ ORDER = {
 ORDER_TOOL = {"type": "function", "function": {"name": "order", "parameters": ORDER}}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("style", TOOL_FORMATS)
 @pytest.mark.parametrize("seed", range(5))
 def test_typed_values_fit_their_schemas(style: str, seed: int) -> None:

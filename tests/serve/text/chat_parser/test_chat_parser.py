@@ -201,6 +201,7 @@ def test_a_call_that_is_cut_or_long_in_the_reasoning() -> None:
         assert parse(ended_by_calls("hermes"), pieces)[0] == ("call", "0", "f")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("blank", ["\n", " \n"])
 @pytest.mark.parametrize("name", ["deepseek_r1", "ernie45"])
 def test_much_white_space_takes_linear_time(name: str, blank: str) -> None:

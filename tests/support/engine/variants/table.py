@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from tests.support.engine.variants import (
     classic,
     dense,
@@ -16,6 +18,7 @@ from tests.support.engine.variants import (
 )
 from tests.support.engine.variants.classic import LONG_VARIANTS
 from tests.support.engine.variants.variant import LLAMA, Json, Variant
+from tests.support.profile import every_day
 
 VARIANTS: list[Variant] = [
     *classic.VARIANTS,
@@ -45,3 +48,9 @@ def settings_of(variant: Variant) -> Json:
 def is_first(variant: Variant) -> bool:
     """Returns whether no other variant of its family stands before it in the table."""
     return next(item for item in VARIANTS if item.family == variant.family) is variant
+
+
+def first_every_day() -> list[Any]:
+    """Returns all variants as parameters. `make test` takes the first one of each family."""
+    first = [place for place, variant in enumerate(VARIANTS) if is_first(variant)]
+    return every_day(first, VARIANTS)
