@@ -199,6 +199,7 @@ def check_counts(settings: _Counts) -> None:
         "packed_cache_bytes",
         "weights_rate_bytes",
         "weight_memory_bytes",
+        "host_weight_bytes",
         "memory_node_bytes",
         "kvp_segment_tokens",
         "lend_bytes",
@@ -221,6 +222,7 @@ class WeightMemoryOptions(TypedDict, total=False):
     """The fields of WeightMemorySettings as keyword arguments."""
 
     weight_memory_bytes: int | None
+    host_weight_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,9 +233,12 @@ class WeightMemorySettings:
         fit is read from the file of packed weights in every step, or is in host memory beside a
         GPU. None: all weights are in memory, or, where they do not fit into what is free, as many
         as fit.
+    host_weight_bytes: the most host memory of weights beside a GPU; what does not fit is read from
+        a file in every step. None: 90 % of what is free.
     """
 
     weight_memory_bytes: int | None = None
+    host_weight_bytes: int | None = None
 
 
 class WeightPeerOptions(WeightMemoryOptions, total=False):

@@ -16,12 +16,16 @@ from serve.config import DEFAULT_MODEL
 from serve.errors import ConfigError
 
 if TYPE_CHECKING:
+    from bench.plan.beyond_memory import Beyond
     from bench.plan.kv_beyond_memory import KVOffload
 
 _LOAD = "Load, SLO and budget"
 _GRID = "Many GPUs for one long prompt"
 _PARTED = "Prompts apart from answers"
 _OFFLOAD = "K/V beyond memory"
+_BEYOND = "Weights beyond memory"
+_OF_KV = "kv-offload-bytes", "kv-cache-bytes", "disk-rate", "kv-policy", "kv-offload-dir"
+_OF_WEIGHTS = "weight-memory-bytes", "host", "host-memory", "link-rate", "disk-rate"
 NOT_SERVED = 3  # exit code
 
 
@@ -168,9 +172,47 @@ def plan(
         typer.Option(
             parser=parse_size,
             metavar="SIZE",
-            help="Bytes a second of the disk instead, such as 500M.",
+            help="Bytes a second of the disk, such as 500M, for K/V and for weights; by default"
+            " measured here, and 5 GB/s for weights elsewhere.",
             show_default=False,
             rich_help_panel=_OFFLOAD,
+        ),
+    ] = None,
+    weight_memory_bytes: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Memory of weights; by default 75 %, if they do not fit.",
+            show_default=False,
+            rich_help_panel=_BEYOND,
+        ),
+    ] = None,
+    host: Annotated[
+        str | None,
+        typer.Option(
+            help="The CPU beside a GPU, a name (--list); the default is ryzen-9950x.",
+            rich_help_panel=_BEYOND,
+        ),
+    ] = None,
+    host_memory: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Its free memory; by default that of the table.",
+            show_default=False,
+            rich_help_panel=_BEYOND,
+        ),
+    ] = None,
+    link_rate: Annotated[
+        int | None,
+        typer.Option(
+            parser=parse_size,
+            metavar="SIZE",
+            help="Bytes a second from it to the GPU; the default is 25G.",
+            show_default=False,
+            rich_help_panel=_BEYOND,
         ),
     ] = None,
     top: Annotated[int, typer.Option(help="Rows of the comparison.")] = 15,
@@ -207,17 +249,14 @@ def plan(
             return
         budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
         others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
-        in_file: dict[str, Any] = {
-            "kv-offload-bytes": kv_offload_bytes,
-            "kv-cache-bytes": kv_cache_bytes,
-            "disk-rate": disk_rate,
-            "kv-policy": kv_policy,
-            "kv-offload-dir": kv_offload_dir,
-        }
+        of_kv = kv_offload_bytes, kv_cache_bytes, disk_rate, kv_policy, kv_offload_dir
+        in_file: dict[str, Any] = dict(zip(_OF_KV, of_kv, strict=True))
+        of_weights = weight_memory_bytes, host, host_memory, link_rate, disk_rate
+        beyond: dict[str, Any] = dict(zip(_OF_WEIGHTS, of_weights, strict=True))
         common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "json_file": json_file}
         if any(option is not None for option in (gpus, tbt, gpus_per_server)):
             load = {"prompt": prompt, "output": output, "tpot": tpot, "batch": batch}
-            others |= {"prefill-apart": prefill_apart, "rate": rate, **in_file}
+            others |= {"prefill-apart": prefill_apart, "rate": rate, **in_file, **beyond}
             _refuse(load | budget | others, "cannot be used with gpus (which has tbt)")
             _plan_grids(
                 model,
@@ -234,7 +273,8 @@ def plan(
             return
         common |= {"ttft_s": parse_seconds("ttft", ttft, "ms"), "tpot_ms": tpot}
         if prefill_apart is not None or rate is not None:
-            others |= {"batch": batch, "context": context, "hardware": hardware, **in_file}
+            others |= {"batch": batch, "context": context, "hardware": hardware}
+            others |= in_file | beyond
             _refuse(budget | others, "cannot be used with prefill-apart")
             lengths = prompt, output
             _plan_parted(model, prefill_apart, machine or [], lengths, rate=rate, **common)
@@ -251,6 +291,7 @@ def plan(
             usd_per_m=usd_per_m,
             disaggregated=disaggregated,
             offload=_offload(in_file),
+            weights=_beyond(beyond),
             top=top,
             png_file=png_file,
             **common,
@@ -270,13 +311,22 @@ def _offload(options: Mapping[str, Any]) -> KVOffload | None:
 
     file_bytes, memory_bytes, rate, policy, folder = options.values()
     for name, value in options.items():
-        if value is not None and file_bytes is None:
+        if value is not None and file_bytes is None and name != "disk-rate":
             raise ConfigError(f"{name} needs kv-offload-bytes")
         if value == 0:
             raise ConfigError(f"{name} must be above 0")
     if file_bytes is None:
         return None
     return KVOffload(file_bytes, memory_bytes, policy or "off", rate, folder)
+
+
+def _beyond(options: Mapping[str, Any]) -> Beyond:
+    from bench.plan.beyond_memory import Beyond
+
+    for name, value in options.items():
+        if value == 0:
+            raise ConfigError(f"{name} must be above 0")
+    return Beyond(*options.values())
 
 
 def _refuse(options: Mapping[str, object], why: str) -> None:

@@ -1,74 +1,213 @@
-"""What `serve plan` says of a model that does not fit into this machine's memory: how fast it is if
-its weights are read from the disk in every step, as the server then does by itself."""
+"""What `serve plan` says of a model whose weights do not fit: how fast it is if they are read from
+the disk in every step, as a server on CPUs does by itself, or beside a GPU from host memory and the
+disk. What is where, and the seconds, are those of the server's own start."""
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
 from bench.plan.capacity import kv_bytes
 from bench.plan.cost import MachineCost
-from bench.plan.hardware import HERE
+from bench.plan.efficiency import expected
+from bench.plan.hardware import HERE, Device
 from bench.plan.serving import decode_work
 from bench.plan.shapes import Precision, Shape
 from bench.plan.tables import gb_text, ms_text, rate_text
 from serve.errors import ConfigError
+from serve.loading.host_weights import placement as beside
+from serve.loading.host_weights.placement import SHARE_OF_HOST, DeviceNeeds, LayerNeeds, LinkSpeeds
 from serve.loading.streaming.placement import (
     MIN_HEAD_BYTES,
     SHARE_OF_FREE,
     Mixtures,
     Needs,
-    Placement,
     bytes_of_step,
     place,
 )
 
-_FILE_BYTES = 256 << 20
+DEFAULT_HOST = "ryzen-9950x"
+_ASSUMED_LINK, _ASSUMED_DISK = 25e9, 5e9  # PCIe 4.0 x16 as it is reached, and one NVMe disk
+
+
+@dataclass(frozen=True, slots=True)
+class Beyond:
+    """The options. weight_bytes: memory of weights, the GPU's beside one; host: the name of the
+    CPU beside a GPU; host_bytes: its memory; link, disk: bytes a second. None: what a server takes,
+    and rates that are measured here or assumed elsewhere."""
+
+    weight_bytes: int | None = None
+    host: str | None = None
+    host_bytes: int | None = None
+    link: float | None = None
+    disk: float | None = None
+
+
+class BeyondStep(NamedTuple):
+    """A decode step. copied_bytes: through the link to a GPU; read_bytes: from the disk."""
+
+    batch: int
+    copied_bytes: float
+    read_bytes: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
 class BeyondMemory:
-    """Decode steps with weights from the disk: (batch, bytes that are read, seconds)."""
+    """Decode steps with weights beyond memory. memory_bytes: of weights on the device, which is the
+    CPU itself if host is None; host_bytes: in the memory of a GPU's host; disk_bytes: in a file.
+    on_cpu, in_ring, on_disk: layers whose experts the host computes, that are copied to the device,
+    and those of them that are read from the disk."""
 
-    memory_bytes: int
     weight_bytes: int
+    memory_bytes: int
+    host: str | None
+    host_bytes: int
+    disk_bytes: int
+    on_cpu: int
+    in_ring: int
+    on_disk: int
+    link_bytes_per_s: float | None
     disk_bytes_per_s: float
-    steps: list[tuple[int, float, float]]
+    disk_is: str
+    steps: list[BeyondStep]
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return asdict(self) | {"steps": [each._asdict() for each in self.steps]}
 
 
 def beyond_memory(
     cost: MachineCost,
     batches: Sequence[int],
     context: int,
+    devices: Mapping[str, Device],
+    asked: Beyond,
     measure: Callable[[], float] | None = None,
 ) -> BeyondMemory | None:
-    """Returns None if the weights fit, on other machines than this one, and if even the parts of a
-    step do not fit. measure: returns the disk's bytes a second."""
+    """Returns None if the weights fit and no bound was asked for, where the server has no such way,
+    and if even the parts of a step do not fit. measure: returns this disk's bytes a second.
+    ConfigError if what was asked for is not possible."""
     device = cost.machine.device
-    if device.name != HERE or kv_bytes(cost) > 0:
+    is_beside = device.kind == "gpu" and device.backend == "cuda"
+    for name in ("host", "host_bytes", "link"):
+        if getattr(asked, name) is not None and not is_beside:
+            raise ConfigError(f"host, host-memory and link-rate need a GPU, not {device.name}")
+    is_asked = asked.weight_bytes is not None
+    if cost.machine.num_devices > 1 or not (is_asked or kv_bytes(cost) <= 0):
         return None
-    needs = needs_of(cost.shape, cost.precision)
+    budget = asked.weight_bytes or int(SHARE_OF_FREE * device.memory_bytes)
     try:
-        placement: Placement = place(needs, int(SHARE_OF_FREE * device.memory_bytes))
+        if is_beside:
+            return _beside_gpu(cost, batches, context, devices, asked, budget)
+        if device.name != HERE and asked.disk is None:
+            return None
+        return _from_disk(cost, batches, context, asked, budget, measure)
     except ConfigError:
+        if is_asked or asked != Beyond():
+            raise
         return None
-    disk = (measure or _measured)()
+
+
+def _from_disk(
+    cost: MachineCost,
+    batches: Sequence[int],
+    context: int,
+    asked: Beyond,
+    budget: int,
+    measure: Callable[[], float] | None,
+) -> BeyondMemory:
+    needs = needs_of(cost.shape, cost.precision)
+    placement = place(needs, budget)
+    disk = asked.disk or (measure or _measured)()
     steps = []
     for batch in batches:
         read, _ = bytes_of_step(needs, placement, batch)
         seconds = max(read / disk, cost.seconds(decode_work(batch, context)))
-        steps.append((batch, read, seconds))
-    return BeyondMemory(placement.num_bytes, needs.total, disk, steps)
+        steps.append(BeyondStep(batch, 0.0, read, seconds))
+    return BeyondMemory(
+        needs.total,
+        placement.num_bytes,
+        None,
+        0,
+        needs.total - placement.num_bytes,
+        0,
+        0,
+        sum(not stays for stays in placement.is_resident),
+        None,
+        disk,
+        "measured now" if asked.disk is None else "given",
+        steps,
+    )
+
+
+def _beside_gpu(
+    cost: MachineCost,
+    batches: Sequence[int],
+    context: int,
+    devices: Mapping[str, Device],
+    asked: Beyond,
+    budget: int,
+) -> BeyondMemory:
+    name = asked.host or DEFAULT_HOST
+    if name not in devices or devices[name].kind != "cpu":
+        known = ", ".join(each for each, device in devices.items() if device.kind == "cpu")
+        raise ConfigError(f"host {name!r} is none of: {known}")
+    host, device = devices[name], cost.machine.device
+    if asked.host_bytes is not None:
+        host = replace(host, memory_bytes=float(asked.host_bytes))
+    on_cpu = "bfloat16" if cost.precision.weights == "fp8" else cost.precision.weights
+    speeds = LinkSpeeds(
+        host.bytes_per_s * expected("cpu", Precision(on_cpu, cost.precision.kv)).weights,
+        device.bytes_per_s * cost.efficiency.weights,
+        asked.link or _ASSUMED_LINK,
+        asked.disk or _ASSUMED_DISK,
+    )
+    needs = device_needs(cost.shape, cost.precision)
+    placed = beside.place(needs, budget, int(SHARE_OF_HOST * host.memory_bytes), speeds)
+    if placed.on_cpu and cost.precision.weights == "fp8":
+        raise ConfigError("dtype fp8: CPUs have no such products for experts that do not fit")
+    copied = float(sum(needs.layers[layer].products for layer in placed.ring_layers))
+    steps = []
+    for batch in batches:
+        seconds = beside.expected_step_s(needs, placed, speeds, batch)
+        seconds = max(seconds, cost.seconds(decode_work(batch, context)))
+        read = beside.read_bytes(needs, placed, batch)
+        steps.append(BeyondStep(batch, copied, read, seconds))
+    return BeyondMemory(
+        needs.total,
+        placed.device_bytes,
+        name,
+        placed.host_bytes,
+        placed.disk_bytes,
+        len(placed.on_cpu),
+        len(placed.ring_layers),
+        len(placed.on_disk),
+        speeds.link,
+        speeds.disk,
+        "assumed" if asked.disk is None else "given",
+        steps,
+    )
+
+
+def device_needs(shape: Shape, precision: Precision) -> DeviceNeeds:
+    """Returns what a model is made of beside a GPU: layers as large as one another, the last ones
+    with experts."""
+    block, experts = shape.block_bytes(precision), precision.weight_bits / 8
+    products, dense = int(block / shape.num_layers), shape.num_layers - len(shape.mixtures)
+    layers = [LayerNeeds(products)] * dense + [
+        LayerNeeds(
+            products,
+            int(each.num_experts * each.parameters * experts),
+            each.top_k / each.num_experts,
+        )
+        for each in shape.mixtures
+    ]
+    left = shape.weight_bytes(precision) - sum(each.products + each.experts for each in layers)
+    return DeviceNeeds(int(left), tuple(layers))
 
 
 def needs_of(shape: Shape, precision: Precision) -> Needs:
@@ -98,25 +237,32 @@ def needs_of(shape: Shape, precision: Precision) -> Needs:
 def _measured() -> float:
     """Measures the disk of the cache folder, where packed weights are by default. OSError."""
     from bench.common.checkpoints import cache_folder  # both import torch
-    from serve.loading.streaming.speeds import disk_speed
+    from serve.loading.streaming.speeds import folder_speed
 
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
-        for _ in range(_FILE_BYTES >> 20):
-            file.write(bytes(1 << 20))
-        file.flush()
-        os.fsync(file.fileno())
-        return disk_speed(Path(file.name))
+    return folder_speed(folder)
 
 
 def print_beyond(found: BeyondMemory, console: Console) -> None:
-    console.print(
-        f"Weights beyond memory: {gb_text(found.memory_bytes)} of {gb_text(found.weight_bytes)}"
-        f" stay, the disk gives {gb_text(found.disk_bytes_per_s)}/s (measured now)."
-    )
-    table = Table("batch", "read in a step", "step, ms", "tokens/s")
-    for batch, read, seconds in found.steps:
-        cells = gb_text(read), ms_text(seconds), rate_text(batch / seconds)
-        table.add_row(str(batch), *cells)
+    disk = f"{gb_text(found.disk_bytes_per_s)}/s ({found.disk_is})"
+    stay, total = gb_text(found.memory_bytes), gb_text(found.weight_bytes)
+    if found.host is None:
+        text = f"Weights beyond memory: {stay} of {total} stay, the disk gives {disk}."
+    else:
+        assert found.link_bytes_per_s is not None
+        text = (
+            f"Weights beyond the device, beside {found.host}: {stay} of {total} on the device,"
+            f" {gb_text(found.host_bytes)} of host memory, {gb_text(found.disk_bytes)}"
+            f" in a file. The CPU computes the experts of {found.on_cpu} layers; {found.in_ring}"
+            f" layers are copied in every step, {found.on_disk} of them from the disk. The link"
+            f" gives {gb_text(found.link_bytes_per_s)}/s, the disk {disk}. Steps are at"
+            " least as long as this."
+        )
+    console.print(text, highlight=False)
+    table = Table("batch", "copied in a step", "read in a step", "step, ms", "tokens/s")
+    for step in found.steps:
+        sizes = gb_text(step.copied_bytes), gb_text(step.read_bytes)
+        speed = rate_text(step.batch / step.seconds)
+        table.add_row(str(step.batch), *sizes, ms_text(step.seconds), speed)
     console.print(table)

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.common.plot_style import require_matplotlib
-from bench.plan.beyond_memory import beyond_memory, print_beyond
+from bench.plan.beyond_memory import Beyond, beyond_memory, print_beyond
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
@@ -53,6 +53,7 @@ def run(
     usd_per_m: float | None = None,
     disaggregated: bool = False,
     offload: KVOffload | None = None,
+    weights: Beyond | None = None,
     top: int = 15,
     json_file: Path | None = None,
     png_file: Path | None = None,
@@ -67,7 +68,8 @@ def run(
     room for. batches and contexts are the rows and columns of one machine's table. ttft_s and
     tpot_ms are the SLO, usd_per_h and usd_per_m (dollars per million output tokens) the budget.
     disaggregated also ranks pairs of compute and memory devices. offload: K/V of the one machine
-    that is also in a file; its memory is that of all K/V then. top is the number of rows of the
+    that is also in a file; its memory is that of all K/V then. weights: its weights beyond memory.
+    top is the number of rows of the
     comparison. png_file is not written if no machine meets the SLO within the budget.
     Raises ConfigError that names the wrong argument.
     """
@@ -96,6 +98,8 @@ def run(
         raise ConfigError("kv-offload-bytes needs exactly one machine")
     if offload is not None:
         chosen = [replace(chosen[0], most_kv_bytes=offload.memory_bytes)]
+    if weights not in (None, Beyond()) and len(chosen) != 1:
+        raise ConfigError("weights beyond memory need exactly one machine")
     console = Console()
     console.width = max(console.width, 120)
     result: dict[str, Any] = {
@@ -111,7 +115,8 @@ def run(
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console)
         result["details"] = detailed.as_json()
-        result |= _beyond(cost, batches, contexts, in_file, console)
+        sizes = batches, contexts
+        result |= _beyond(cost, sizes, devices, weights or Beyond(), in_file, console)
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
     print_ranking(choices, load, top, console)
@@ -132,14 +137,16 @@ def run(
 
 def _beyond(
     cost: MachineCost,
-    batches: Sequence[int],
-    contexts: Sequence[int],
+    sizes: tuple[Sequence[int], Sequence[int]],
+    devices: Mapping[str, Device],
+    asked: Beyond,
     in_file: KVBeyondMemory | None,
     console: Console,
 ) -> dict[str, Any]:
     """Prints and returns what is predicted of weights and of K/V that are not all in memory."""
     result: dict[str, Any] = {}
-    weights = beyond_memory(cost, batches, min(contexts))
+    batches, contexts = sizes
+    weights = beyond_memory(cost, batches, min(contexts), devices, asked)
     if weights is not None:
         print_beyond(weights, console)
         result["beyond_memory"] = weights.as_json()

@@ -285,9 +285,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     ),
     "kv_events_topic": Option(ROUTERS, "Topic of the events; default: kv@HOST@MODEL."),
     "kv_events_format": Option(
-        ROUTERS,
-        "How an event is written: array, as vLLM did first, or map, as later versions do.",
-        choices=KV_EVENT_FORMATS,
+        ROUTERS, "Form of an event: array, as vLLM did first, or map.", choices=KV_EVENT_FORMATS
     ),
     "kv_events_salted": Option(
         ROUTERS, "Publish prompts with a cache salt as well, such as those of keys, with the salts."
@@ -302,6 +300,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "weights_key_file": Option(MODEL, "Their secret; default: kv_peer_key_file.", "FILE"),
     "weights_rate_bytes": Option(MODEL, "The most weights given a second.", is_size=True),
     "weight_memory_bytes": Option(MODEL, "The most memory of all weights.", is_size=True),
+    "host_weight_bytes": Option(MODEL, "The most weights in a GPU's host.", is_size=True),
 }
 
 HTTP_OPTIONS: dict[str, Option] = {

@@ -218,7 +218,10 @@ def _may_be_shared(config: EngineConfig) -> bool:
 
 
 def check_streaming(config: EngineConfig, precision: Precision) -> None:
-    """Raises ConfigError if weight_memory_bytes is set and something excludes it."""
+    """Raises ConfigError if weight_memory_bytes or host_weight_bytes is set and something excludes
+    it."""
+    if config.host_weight_bytes is not None and precision.backend != "cuda":
+        raise ConfigError(f"host_weight_bytes needs the cuda back end, not {precision.backend}")
     if config.weight_memory_bytes is not None:
         problem = _refusal(config, precision)
         if problem is not None:
@@ -246,7 +249,9 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
             " (weight_memory_bytes); %s",
             format_memory(about),
             format_memory(budget),
-            "in host memory" if precision.backend == "cuda" else "read from the disk in every step",
+            "in host memory, or on the disk"
+            if precision.backend == "cuda"
+            else "read from the disk in every step",
             error,  # it says in which type they would fit
         )
         return budget

@@ -342,7 +342,8 @@ def _host_weights(source: ModelSource, budget: int) -> TensorCache:
     if not is_fp8:  # CPUs have no such products, which the cache refuses
         pack, _ = packers(config, precision, cpu) or (pack, pack)
     sizes = packed_sizes(config, spec, precision)
-    return HostWeightsCache(spec, sizes, budget, pack, backend.device, is_fp8)
+    limits = budget, config.host_weight_bytes
+    return HostWeightsCache(spec, sizes, *limits, pack, backend.device, is_fp8, config.packed_cache)
 
 
 def _head_path(config: EngineConfig) -> Path:

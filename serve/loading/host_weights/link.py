@@ -40,6 +40,9 @@ class Link(Protocol):
     def mark(self) -> Wait:
         """Returns what blocks the host until the device has done what it was given until now."""
 
+    def copied(self) -> Wait:
+        """Returns what blocks the host until the copies that were fetched until now have ended."""
+
     def close(self) -> None:
         """Ends all copies and frees the memory."""
 
@@ -60,6 +63,9 @@ class HostLink:
         return _nothing
 
     def mark(self) -> Wait:
+        return _nothing
+
+    def copied(self) -> Wait:
         return _nothing
 
     def close(self) -> None:
@@ -107,6 +113,12 @@ class CudaLink:
     def mark(self) -> Wait:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self.device))
+        wait: Wait = event.synchronize
+        return wait
+
+    def copied(self) -> Wait:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(self._stream)
         wait: Wait = event.synchronize
         return wait
 

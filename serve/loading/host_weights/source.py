@@ -10,22 +10,36 @@ from torch import Tensor
 from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
 from ops.linear import SideBySide
 from quant.formats.weights import Reordered
+from serve.loading.host_weights.disk import DiskFile
+from serve.loading.host_weights.disk_experts import ExpertsOnDisk
 from serve.loading.host_weights.experts import HostExperts, HostRows
 from serve.loading.host_weights.link import Link
 from serve.loading.host_weights.needs import is_of_layer
 from serve.loading.host_weights.placement import HostPlacement
 from serve.loading.host_weights.ring import RingLayer
+from serve.loading.streaming.source import NOTHING
 from serve.models.loaded_tensors import AroundTensors, LoadedTensors
 from serve.models.parts import Part
 
 
 class PlacedTensors(AroundTensors):
-    """A TensorSource over one that loads to the device and one that loads for the CPU."""
+    """A TensorSource over one that loads to the device and one that loads for the CPU. file: for
+    what the placement has on the disk."""
 
     def __init__(
-        self, device: LoadedTensors, host: LoadedTensors, placement: HostPlacement, link: Link
+        self,
+        device: LoadedTensors,
+        host: LoadedTensors,
+        placement: HostPlacement,
+        link: Link,
+        file: DiskFile | None = None,
     ) -> None:
         super().__init__(device)
+        self._file = file
+        self.disk_experts: ExpertsOnDisk | None = None
+        if placement.slot_bytes is not None:
+            assert file is not None, "a placement with experts on the disk"
+            self.disk_experts = ExpertsOnDisk(file, host)
         self._host = host
         self._placement, self._link = placement, link
         self._layer = 0
@@ -50,6 +64,9 @@ class PlacedTensors(AroundTensors):
         op = source.product(
             parts, num_in, has_bias=has_bias, fusion=fusion, scale=scale, is_head=is_head
         )
+        if is_on_cpu and self.disk_experts is not None:
+            self.disk_experts.add(self._layer, parts[0].expert or 0, op, fusion)
+            return NOTHING
         if not is_expert and is_of_layer(parts, self._layer):
             self._products.append(op)
         return op
@@ -64,7 +81,11 @@ class PlacedTensors(AroundTensors):
     ) -> ExpertsOp:
         if self._layer not in self._placement.on_cpu:
             return super().experts(ups, downs, scales_input=scales_input)
-        op = self._host.experts(ups, downs, scales_input=scales_input)
+        op: ExpertsOp
+        if self.disk_experts is None:
+            op = self._host.experts(ups, downs, scales_input=scales_input)
+        else:
+            op = self.disk_experts.end(self._layer, scales_input=scales_input)
         made = self.experts_on_cpu[self._layer] = HostExperts(op, len(ups), self._rows)
         return made
 
@@ -77,7 +98,9 @@ class PlacedTensors(AroundTensors):
     def end_layer(self) -> None:
         if not self._placement.is_resident[self._layer]:
             tensors = [tensor for op in self._products for tensor in weights_of(op)]
-            self.ring_layers.append(RingLayer(tensors, self._link))
+            file = self._file if self._layer in self._placement.on_disk else None
+            name = f"layer {self._layer}"
+            self.ring_layers.append(RingLayer(tensors, self._link, file, name))
         self._products.clear()
         self._layer += 1
         super().end_layer()

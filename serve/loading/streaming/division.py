@@ -44,6 +44,13 @@ class Group:
     memory: Tensor | None = None
     slots: ExpertSlots | None = None
 
+    def add(self, mixture: MixtureUse) -> None:
+        ups, downs = ([use.layers[0] for use in uses] for uses in (mixture.ups, mixture.downs))
+        self.down_at = round_up(_extent(ups[0]), PAGE)
+        self.mixtures.append(mixture)
+        names = [f"layer {mixture.layer}, expert {use.expert}" for use in mixture.ups]
+        self.units.append([_expert(*each) for each in zip(names, ups, downs, strict=True)])
+
 
 class Division:
     """What a model is made of.
@@ -103,11 +110,7 @@ class Division:
                 continue
             group = groups.setdefault(mixture.signature, Group(0))
             group.top_k = max(group.top_k, found.router.kind.top_k)
-            ups, downs = ([use.layers[0] for use in uses] for uses in (mixture.ups, mixture.downs))
-            group.down_at = round_up(_extent(ups[0]), PAGE)
-            group.mixtures.append(mixture)
-            names = [f"layer {mixture.layer}, expert {use.expert}" for use in mixture.ups]
-            group.units.append([_expert(*each) for each in zip(names, ups, downs, strict=True)])
+            group.add(mixture)
         return list(groups.values())
 
     def _needs(self) -> Needs:

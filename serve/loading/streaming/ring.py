@@ -42,6 +42,9 @@ class Ring:
     def enter(self, number: int) -> None:
         """Waits for a unit and keeps it until `leave`. WeightsLostError."""
         buffer = number % len(self._buffers)
+        ahead = self._fetches[buffer]
+        if ahead is not None and ahead.is_done and ahead.error is not None:
+            self._content[buffer] = self._fetches[buffer] = None  # the disk may be well again
         if self._content[buffer] != number:  # the step before was not finished, or left it out
             self._load(number)
         fetch = self._fetches[buffer]
@@ -54,6 +57,13 @@ class Ring:
                 raise
             self._fetches[buffer] = None
         self._users[number] += 1
+
+    def has_come(self, number: int) -> bool:
+        """Returns whether `enter` would neither wait nor fail."""
+        buffer = number % len(self._buffers)
+        fetch = self._fetches[buffer]
+        is_missing = fetch is not None and (not fetch.is_done or fetch.error is not None)
+        return self._content[buffer] == number and not is_missing
 
     def leave(self, number: int) -> None:
         """Gives a unit's buffer to the next one, unless another pass uses it, too."""

@@ -78,7 +78,7 @@ class StreamedTensors(KeptTensors):
     ) -> LinearOp:
         if parts[0].expert is not None and self._layer in self._streamed:
             self._next(call_name("product", parts[0].module))
-            return _NOTHING
+            return NOTHING
         if is_head and self._head:
             self._next(call_name("product", parts[0].module))
             ops = [
@@ -113,7 +113,7 @@ class _Nothing:
         raise AssertionError("the product of an expert without a slot")
 
 
-_NOTHING = _Nothing()
+NOTHING = _Nothing()
 
 
 def slot_layer(entry: LayerEntry, memory: Tensor, fusion: Fusion) -> LinearOp:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import tempfile
 import time
 from collections.abc import Sequence
 from itertools import cycle
@@ -20,12 +21,22 @@ from serve.models.packed_cache.region import huge_pages
 
 _IN_FLIGHT = 32
 _DISK_S = 0.5
-_MEMORY_BYTES = 256 << 20
+_MEMORY_BYTES = _FILE_BYTES = 256 << 20
 
 
 def measure_speeds(path: Path) -> Speeds:
     """Measures with reads of a file that is there, for about half a second. OSError."""
     return Speeds(disk_speed(path), memory_speed())
+
+
+def folder_speed(folder: Path) -> float:
+    """Returns the bytes a second at which a file of this folder is read, which is made. OSError."""
+    with tempfile.NamedTemporaryFile(dir=folder) as file:
+        for _ in range(_FILE_BYTES >> 20):
+            file.write(bytes(1 << 20))
+        file.flush()
+        os.fsync(file.fileno())
+        return disk_speed(Path(file.name))
 
 
 def disk_speed(path: Path, pieces: Sequence[Piece] = (), seconds: float = _DISK_S) -> float:

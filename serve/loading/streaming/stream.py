@@ -8,7 +8,7 @@ from torch import Tensor
 
 from serve.loading.streaming.experts import ExpertSlots
 from serve.loading.streaming.placement import Placement
-from serve.loading.streaming.reader import WeightReader
+from serve.loading.streaming.reader import ReadStats, WeightReader
 from serve.loading.streaming.ring import Ring
 from serve.loading.streaming.stats import StreamStats
 from serve.loading.streaming.units import Piece
@@ -53,19 +53,7 @@ class WeightStream:
         return [piece for unit in units for piece in unit.pieces]
 
     def stats(self) -> StreamStats:
-        read, experts = self.reader.stats, [each.stats for each in self.slots]
-        return StreamStats(
-            self.num_bytes,
-            read.num_bytes,
-            read.stalled_s,
-            read.repeated,
-            read.failed,
-            sum(each.hits for each in experts),
-            sum(each.late for each in experts),
-            sum(each.misses for each in experts),
-            sum(each.guesses for each in experts),
-            sum(each.used_guesses for each in experts),
-        )
+        return stats_of(self.num_bytes, self.reader.stats, self.slots)
 
     @property
     def num_bytes(self) -> int:
@@ -77,3 +65,20 @@ class WeightStream:
         self.reader.close()
         self._memory.clear()
         self._table_bytes = 0
+
+
+def stats_of(resident_bytes: int, read: ReadStats, slots: Sequence[ExpertSlots]) -> StreamStats:
+    """Returns the figures of a reader and of the experts that it reads."""
+    experts = [each.stats for each in slots]
+    return StreamStats(
+        resident_bytes,
+        read.num_bytes,
+        read.stalled_s,
+        read.repeated,
+        read.failed,
+        sum(each.hits for each in experts),
+        sum(each.late for each in experts),
+        sum(each.misses for each in experts),
+        sum(each.guesses for each in experts),
+        sum(each.used_guesses for each in experts),
+    )

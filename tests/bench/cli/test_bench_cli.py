@@ -136,5 +136,8 @@ def test_plan(tmp_path: Path) -> None:
     wrong = invoke("plan", "gpt-9")
     assert wrong.exit_code == 2 and "'gpt-9' is neither" in said(wrong)
     assert "batch must be whole numbers" in said(invoke("plan", "--batch", "1,x"))
-    assert "disk-rate needs kv-offload-bytes" in said(invoke("plan", "--disk-rate", "500M"))
+    needed = "weights beyond memory need exactly one machine"
+    assert needed in said(invoke("plan", "--disk-rate", "500M"))
+    assert "link-rate must be above 0" in said(invoke("plan", "--link-rate", "0"))
+    assert "host cannot be used with gpus" in said(invoke("plan", "--gpus", "8", "--host", "x"))
     assert "must be above 0" in said(invoke("plan", "--kv-offload-bytes", "0"))

@@ -6,13 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from bench.plan.beyond_memory import beyond_memory, needs_of
+from bench.plan.beyond_memory import Beyond, BeyondMemory, beyond_memory, device_needs, needs_of
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import expected
 from bench.plan.hardware import HERE, Device, load_devices
 from bench.plan.shapes import Precision, load_shape
+from serve.errors import ConfigError
 
 INT8 = Precision("int8", "int8")
+DEVICES = load_devices(None)
+PLAIN = DEVICES, Beyond(), lambda: 1e9
 
 
 def cost_on(memory_bytes: float, model: str, name: str = HERE) -> MachineCost:
@@ -23,11 +26,11 @@ def cost_on(memory_bytes: float, model: str, name: str = HERE) -> MachineCost:
 
 def test_a_step_takes_as_long_as_reading_what_does_not_fit() -> None:
     cost = cost_on(6e9, "llama-3.1-8b")
-    found = beyond_memory(cost, (1, 32), 512, lambda: 1e9)
+    found = beyond_memory(cost, (1, 32), 512, *PLAIN)
     assert found is not None and found.disk_bytes_per_s == 1e9
-    for _, read, seconds in found.steps:
+    for _, _, read, seconds in found.steps:
         assert seconds == pytest.approx(read / 1e9)
-    (_, read, _), *_ = found.steps
+    (_, _, read, _), *_ = found.steps
     shape = load_shape("llama-3.1-8b")
     products = shape.block_bytes(INT8) + shape.head_bytes(INT8)
     assert products - 4.5e9 < read < products - 4.5e9 + 5 * products / shape.num_layers
@@ -36,9 +39,9 @@ def test_a_step_takes_as_long_as_reading_what_does_not_fit() -> None:
 
 def test_of_a_mixture_the_experts_that_are_drawn_are_read() -> None:
     cost = cost_on(20e9, "qwen3-30b-a3b")
-    found = beyond_memory(cost, (1, 64), 512, lambda: 1e9)
+    found = beyond_memory(cost, (1, 64), 512, *PLAIN)
     assert found is not None
-    (_, one, _), (_, many, _) = found.steps
+    (_, _, one, _), (_, _, many, _) = found.steps
     experts = sum(8 * each.parameters for each in cost.shape.mixtures)
     assert 0.3 * experts < one < 0.7 * experts < 8 * one < 2 * many
 
@@ -50,7 +53,60 @@ def test_the_needs_are_all_weights() -> None:
 
 
 def test_nothing_is_said_where_the_weights_fit_or_of_other_machines() -> None:
-    assert beyond_memory(cost_on(64e9, "llama-3.1-8b"), (1,), 512, lambda: 1e9) is None
+    assert beyond_memory(cost_on(64e9, "llama-3.1-8b"), (1,), 512, *PLAIN) is None
     other = cost_on(6e9, "llama-3.1-8b", "another")
-    assert beyond_memory(other, (1,), 512, lambda: 1e9) is None
-    assert beyond_memory(cost_on(3e8, "llama-3.1-8b"), (1,), 512, lambda: 1e9) is None
+    assert beyond_memory(other, (1,), 512, *PLAIN) is None
+    assert beyond_memory(cost_on(3e8, "llama-3.1-8b"), (1,), 512, *PLAIN) is None
+
+
+def beside(
+    model: str, gpu: str, batches: tuple[int, ...] = (1, 8), **asked: object
+) -> BeyondMemory:
+    machine = Machine(DEVICES[gpu])
+    cost = MachineCost(load_shape(model), INT8, machine, expected("gpu", INT8))
+    found = beyond_memory(cost, (1, 8), 512, DEVICES, Beyond(**asked))  # type: ignore[arg-type]
+    assert found is not None
+    return found
+
+
+def test_layers_come_from_the_memory_of_a_gpus_host() -> None:
+    found = beside("llama-3.1-70b", "rtx-4090", link=2e10)
+    assert found.memory_bytes <= 18e9 and found.disk_bytes == 0 and found.in_ring > 0
+    for step in found.steps:
+        assert step.seconds == pytest.approx(step.copied_bytes / 2e10)
+    assert found.memory_bytes + found.host_bytes > found.weight_bytes
+
+
+def test_what_the_host_cannot_take_comes_from_the_disk() -> None:
+    found = beside("llama-3.1-70b", "rtx-4090", host_bytes=20 << 30, disk=1e9)
+    assert 0 < found.on_disk < found.in_ring and found.disk_is == "given"
+    assert found.host_bytes <= 0.9 * (20 << 30)
+    for step in found.steps:
+        assert step.seconds == pytest.approx(step.read_bytes / 1e9)
+        assert step.read_bytes == pytest.approx(found.disk_bytes)
+
+
+def test_the_host_computes_experts_some_of_which_are_on_the_disk() -> None:
+    whole = beside("qwen3-30b-a3b", "rtx-4090")
+    assert whole.on_cpu > 0 == whole.in_ring == whole.disk_bytes
+    part = beside("qwen3-30b-a3b", "rtx-4090", host_bytes=8 << 30, weight_bytes=12 << 30)
+    assert part.disk_bytes > 0 == part.on_disk
+    assert 0 < part.steps[0].read_bytes < part.steps[1].read_bytes < part.disk_bytes
+    assert part.steps[0].seconds > whole.steps[0].seconds
+
+
+def test_the_needs_beside_a_gpu_are_all_weights() -> None:
+    for model in ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.7-flash"):
+        shape = load_shape(model)
+        assert device_needs(shape, INT8).total == pytest.approx(shape.weight_bytes(INT8), rel=1e-6)
+
+
+def test_what_is_asked_for_and_not_possible_is_named() -> None:
+    with pytest.raises(ConfigError, match="host 'l4' is none of: epyc"):
+        beside("llama-3.1-70b", "rtx-4090", host="l4")
+    with pytest.raises(ConfigError, match=r"host_weight_bytes .* too little"):
+        beside("llama-3.1-70b", "rtx-4090", host_bytes=1 << 20)
+    with pytest.raises(ConfigError, match="need a GPU, not here"):
+        beyond_memory(cost_on(6e9, "llama-3.1-8b"), (1,), 512, DEVICES, Beyond(link=1e9))
+    cost = MachineCost(load_shape("default"), INT8, Machine(DEVICES["l4"]), expected("gpu", INT8))
+    assert beyond_memory(cost, (1,), 512, DEVICES, Beyond()) is None

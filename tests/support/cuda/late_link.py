@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ class LateLink(HostLink):
     def staging(self, num_bytes: int) -> Tensor:
         return torch.full((num_bytes,), _POISON, dtype=torch.uint8)
 
+    def copied(self) -> Wait:
+        pending = list(self._waiting)
+
+        def join() -> None:
+            while any(each in self._waiting for each in pending):
+                self._waiting.popleft()()
+
+        return join
+
     def close(self) -> None:
         self.is_closed = True
 
@@ -73,12 +83,17 @@ def late_links() -> Iterator[list[LateLink]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "open_link", open_late)
         patch.setattr(cache, "measure_speeds", lambda link: SPEEDS)
+        patch.setattr(cache, "folder_speed", lambda folder: 1e9)
         yield made
 
 
-def load_on_device(path: Path, dtype: str, budget: int | None) -> Decoder:
-    """Loads a model for the CUDA back end with at most so many bytes of weights on the device."""
-    source = read_source(EngineConfig(str(path), backend="cuda", dtype=dtype, max_model_len=64))
+def load_on_device(
+    path: Path, dtype: str, budget: int | None, host: int | None = None, **settings: Any
+) -> Decoder:
+    """Loads a model for the CUDA back end with at most so many bytes of weights on the device, and
+    in host memory."""
+    settings |= {"backend": "cuda", "dtype": dtype, "max_model_len": 64, "host_weight_bytes": host}
+    source = read_source(EngineConfig(str(path), **settings))
     return load_shard(source._replace(weight_budget=budget), LoadProgress(), WHOLE)
 
 
@@ -92,12 +107,13 @@ def needs_of_model(path: Path, dtype: str) -> DeviceNeeds:
     """Returns what a model takes on the device."""
     found: list[DeviceNeeds] = []
 
-    def noting(needs: DeviceNeeds, budget: int) -> HostPlacement:
+    def noting(needs: DeviceNeeds, *limits: Any) -> HostPlacement:
         found.append(needs)
-        return place(needs, budget)
+        return place(needs, *limits)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cache, "place", noting)
+        patch.setattr(cache, "measure_speeds", lambda link: SPEEDS)
         with pytest.raises(ConfigError, match="is too little"):
             load_on_device(path, dtype, 1)
     return found[0]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,14 +119,14 @@ def _flipping(transfer: Transfer) -> Callable[[OSError | None], None]:
     return done
 
 
-def use_faulty(monkeypatch: pytest.MonkeyPatch) -> list[FaultyFile]:
-    """Returns a list that gets the files that are opened from now on."""
+def use_faulty(monkeypatch: pytest.MonkeyPatch, module: ModuleType = cache) -> list[FaultyFile]:
+    """Returns a list that gets the files that the module opens from now on."""
     made: list[FaultyFile] = []
-    opened = cache.open_block_file
+    opened = module.open_block_file
 
     def open_faulty(fd: int, **settings: object) -> FaultyFile:
         made.append(FaultyFile(opened(fd, **settings)))  # type: ignore[arg-type]
         return made[-1]
 
-    monkeypatch.setattr(cache, "open_block_file", open_faulty)
+    monkeypatch.setattr(module, "open_block_file", open_faulty)
     return made
