@@ -2,14 +2,17 @@
 
 Each case is an engine with everything on the device beside one that has about half of its layers,
 or of its experts, in host memory: answers, tokens a second, and the seconds of a step at which the
-bytes that are copied or read by the CPU would take all of the link or of the host's memory.
+bytes that are copied or read by the CPU would take all of the link or of the host's memory. Of the
+experts in host memory the hottest ones are on the device meanwhile, and all come to it for a long
+prompt: the case fails if the device computed none of the former, or none of the latter although
+the prompt has as many rows as are said to be worth it.
 """
 
 from __future__ import annotations
 
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +43,12 @@ class _Case:
     settings: dict[str, Any]
     batches: tuple[int, ...] = (1, 16)
     num_tokens: int = 32
+    num_rows: int = 480  # of the long prompt
     changes: dict[str, Any] = field(default_factory=dict)  # of the shape
 
 
 _SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512}
-_SETTINGS |= {"max_num_batched_tokens": 128}
+_SETTINGS |= {"max_num_batched_tokens": 512}
 _TINY: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 64, "max_num_batched_tokens": 16}
 _TINY |= {"kv_cache_bytes": 1 << 20}
 CASES = {
@@ -52,8 +56,8 @@ CASES = {
     "experts": _Case("olmoe-1b-7b", 6, "experts", _SETTINGS),
 }
 DRY = {
-    "ring": _Case("one-layer", 5, "blocks", _TINY, (1,), 2),
-    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (1,), 2, {"vocab_size": 320}),
+    "ring": _Case("one-layer", 5, "blocks", _TINY, (1,), 2, 6),
+    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (1,), 3, 6, {"vocab_size": 320}),
 }
 
 
@@ -99,7 +103,8 @@ def _run(folder: str, case: _Case, name: str, **settings: Any) -> tuple[Answers,
             max_tokens=case.num_tokens, temperature=0.0, ignore_eos=True, logprobs=0
         )
         answers: Answers = []
-        for found in llm.generate(list(map(list, _PROMPTS)), one, use_tqdm=False):
+        long = [5 + number % 200 for number in range(case.num_rows)]
+        for found in llm.generate([*map(list, _PROMPTS), long], one, use_tqdm=False):
             output = found.outputs[0]
             assert output.logprobs is not None
             token = output.token_ids[0]
@@ -110,7 +115,36 @@ def _run(folder: str, case: _Case, name: str, **settings: Any) -> tuple[Answers,
             llm.generate(prompts, one, use_tqdm=False)
             seconds = time.perf_counter() - began
             figures[f"{name}_tokens_per_s_{batch}"] = batch * case.num_tokens / seconds
+        began = time.perf_counter()
+        llm.generate([long[::-1]], replace(one, max_tokens=1), use_tqdm=False)
+        figures[f"{name}_prompt_s"] = time.perf_counter() - began
+        if "weight_memory_bytes" in settings:
+            figures |= _experts(llm, case)
     return answers, figures
+
+
+def _experts(llm: LLM, case: _Case) -> Figures:
+    """Returns where the experts of host memory were computed. AssertionError if the device did not
+    compute those that it should."""
+    from serve.loading.host_weights.cache import HostWeights
+
+    stream = llm._loaded.weight_stream
+    assert isinstance(stream, HostWeights)
+    if not stream.experts_on_cpu:
+        return {}
+    stats, on_device = stream.stats(), stream.on_device
+    assert on_device is not None, "the device has no room for experts"
+    figures: Figures = {
+        "experts_on_device": stats.expert_hits,
+        "experts_copied": stats.expert_late,
+        "experts_on_cpu": stats.expert_misses,
+        "slots": 0 if on_device.hot is None else on_device.hot.num_slots,
+        "min_rows": on_device.min_rows or 0,
+    }
+    assert on_device.hot is None or stats.expert_hits, f"{figures}"
+    is_copied = on_device.min_rows is not None and on_device.min_rows <= case.num_rows
+    assert not is_copied or stats.expert_late, f"{figures}"
+    return figures
 
 
 def _placed(llm: LLM) -> Figures:

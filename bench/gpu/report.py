@@ -73,7 +73,7 @@ SECTIONS = (
     Section("engine-8b", "bench.gpu.engine:run_8b", 100, "the engine, 8B-shaped", after="build"),
     Section("transformers", "bench.gpu.peers:run", 80, "Transformers at 64 streams"),
     Section("engine-1b", "bench.gpu.engine:run_1b", 45, "the engine, 1B-shaped", after="build"),
-    Section("weights", "bench.gpu.host_weights:run", 80, "weights in host memory", after="build"),
+    Section("weights", "bench.gpu.host_weights:run", 100, "weights in host memory", after="build"),
     Section("nodes", "bench.gpu.nodes:run", 60, "K/V on two memory nodes, 1B", after="build"),
     Section("lanes", "bench.gpu.lanes:run", 20, "streams that write to the host and wait for it"),
     Section("ranks", "bench.gpu.ranks:run", 90, "two processes on this GPU", after="build"),

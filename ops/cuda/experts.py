@@ -60,8 +60,12 @@ class Side(Protocol):
     out_dtype: torch.dtype
     size_bytes: int
 
-    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
-        """Returns the results of all pairs, [pairs, out], for x: [T, in] fp32 or bf16."""
+    def run(
+        self, x: Tensor, pairs: SortedPairs, num_rows: int, out: Tensor | None = None
+    ) -> Tensor:
+        """Returns the results of all pairs, [pairs, out] of out_dtype, for x: [T, in] fp32 or bf16.
+        out: where they are written; rows of pairs whose expert is none of these stay as they are.
+        """
 
 
 def one_side(ops: Sequence[LinearOp]) -> Side:
@@ -84,9 +88,12 @@ class _PlainProducts:
         self.num_out = num_rows // 2 if self._fusion.is_gated else num_rows
         self.size_bytes = sum(layer.size_bytes for layer in layers)
 
-    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+    def run(
+        self, x: Tensor, pairs: SortedPairs, num_rows: int, out: Tensor | None = None
+    ) -> Tensor:
         dtype = self._weights.first.dtype
-        out = torch.empty(len(pairs.order), self.num_out, dtype=dtype, device=x.device)
+        if out is None:
+            out = torch.empty(len(pairs.order), self.num_out, dtype=dtype, device=x.device)
         _, activation, is_gated = self._fusion
         whole = x.to(dtype).contiguous(), pairs, self._weights, out, activation
         return plain_experts_product(*whole, is_gated=is_gated, most_rows=num_rows)
@@ -107,9 +114,12 @@ class _BlockProducts:
         assert codes is not None and scales is not None
         self._weight = BlockWeight(codes, scales, bias)
 
-    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+    def run(
+        self, x: Tensor, pairs: SortedPairs, num_rows: int, out: Tensor | None = None
+    ) -> Tensor:
         count = len(pairs.order)
-        out = torch.empty(count, self.num_out, dtype=torch.bfloat16, device=x.device)
+        if out is None:
+            out = torch.empty(count, self.num_out, dtype=torch.bfloat16, device=x.device)
         return block_product(
             quantize_groups(x),
             self._weight,
@@ -157,9 +167,12 @@ class _Products:
         tile = tune.candidates(shape, architecture(self._device))[0].tile
         return tile._replace(split_k=1)
 
-    def run(self, x: Tensor, pairs: SortedPairs, num_rows: int) -> Tensor:
+    def run(
+        self, x: Tensor, pairs: SortedPairs, num_rows: int, out: Tensor | None = None
+    ) -> Tensor:
         count = len(pairs.order)
-        out = torch.empty(count, self.num_out, dtype=self.out_dtype, device=self._device)
+        if out is None:
+            out = torch.empty(count, self.num_out, dtype=self.out_dtype, device=self._device)
         return experts_product(
             self.quantize(x),
             pairs,
@@ -213,6 +226,27 @@ class CudaExperts:
         if len(out):
             self._sum(between, routing, self._sorted(routing), out if add else None, out)
 
+    def compute_some(self, x: Tensor, routing: Routing, parts: Tensor) -> None:
+        """Writes the results of pairs whose expert is one of these, without their weights, to
+        parts: [T, K, out], and leaves the others, whose expert has a negative number."""
+        pairs = self._sorted(routing)
+        between = self._up(x, routing, pairs)  # of the other pairs nothing is kept
+        self._downs.run(between, pairs, len(x), parts.view(len(pairs.order), -1))
+
+    @property
+    def part_dtype(self) -> torch.dtype:
+        """The type of the results of pairs."""
+        return self._downs.out_dtype
+
+    @property
+    def num_out(self) -> int:
+        return self._downs.num_out
+
+    def add_up(self, parts: Tensor, routing: Routing, residual: Tensor | None, out: Tensor) -> None:
+        """Writes the weighted sums of a row's parts, in their order, plus the residual to out."""
+        weighted = None if self._scales_input else routing.weights.contiguous()
+        sum_parts(parts, weighted, residual, out)
+
     def _sorted(self, routing: Routing) -> SortedPairs:
         return sort_pairs(routing.experts.contiguous(), self._num_experts, 1)
 
@@ -236,7 +270,5 @@ class CudaExperts:
         out: Tensor,
     ) -> None:
         """Writes the weighted sums of all pairs' downs, plus the residual, to out."""
-        experts, weights = routing
-        parts = self._downs.run(between, pairs, len(experts))
-        weighted = None if self._scales_input else weights.contiguous()
-        sum_parts(parts.view(*experts.shape, -1), weighted, residual, out)
+        parts = self._downs.run(between, pairs, len(routing.experts))
+        self.add_up(parts.view(*routing.experts.shape, -1), routing, residual, out)

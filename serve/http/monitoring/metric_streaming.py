@@ -52,7 +52,8 @@ STREAMING = (
     MetricSpec("counter", "weights_read_problems", "Pieces of weights that were read again, and"
                " those that could not be read.", _problems, ("kind",)),
     MetricSpec("counter", "weights_expert_uses", "Experts that steps used: in memory, on their way"
-               " since they were guessed, or on the disk.", _experts, ("found",)),
+               " since they were guessed, or on the disk; beside a GPU: there, copied to it for"
+               " many rows, or computed by the CPU.", _experts, ("found",)),
     MetricSpec("counter", "weights_expert_guesses", "Experts read ahead for the next layer.",
                lambda r: _of(r, "expert_guesses")),
     MetricSpec("counter", "weights_expert_guesses_used", "Those of them that it used.",

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -42,6 +42,9 @@ from serve.models.packed_cache import folder as folders
 from serve.models.tensors import MakeLinear, TensorSource
 from serve.units import format_memory
 
+if TYPE_CHECKING:
+    from serve.loading.host_weights.device_experts import DeviceExperts
+
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -72,11 +75,14 @@ class HostWeights:
         self._disk = disk
         self.link, self.needs, self.placement, self.ring = link, needs, placement, ring
         self.experts_on_cpu = source.experts_on_cpu
+        self.on_device: DeviceExperts | None = None
         self._is_closed = False
         numbers = {layer: number for number, layer in enumerate(placement.ring_layers)}
         self._numbers = [numbers.get(layer) for layer in range(len(needs.layers))]
 
     def blocks(self, blocks: Sequence[Block]) -> Iterator[Block]:
+        if self.on_device is not None:
+            self.on_device.begin_step()
         for number, block in zip(self._numbers, blocks, strict=True):
             if number is None or self.ring is None:
                 yield block
@@ -86,13 +92,25 @@ class HostWeights:
                 self.ring.leave(number)
 
     def stats(self) -> StreamStats:
-        """Returns the device's bytes, and those that steps copied to it or read from the disk."""
+        """Returns the device's bytes, those that were copied to it for steps or read from the disk,
+        and, unless these are on the disk, where experts that steps used were: on the device (hits),
+        copied to it for many rows (late), or computed by the CPU (misses)."""
         copied = 0 if self.ring is None else self.ring.copied_bytes
-        resident = 0 if self._is_closed else self.placement.device_bytes
-        if self._disk is None:
-            return StreamStats(resident, copied)
-        found = stats_of(resident, self._disk.reader.stats, self._disk.slots)
-        return replace(found, read_bytes=found.read_bytes + copied)
+        used = sum(each.num_used for each in self.experts_on_cpu.values())
+        resident, hits, brought = self.placement.device_bytes, 0, 0
+        if self.on_device is not None:
+            copied += self.on_device.copied_bytes
+            resident += self.on_device.num_bytes
+            hits = 0 if self.on_device.hot is None else self.on_device.hot.hits
+            brought = 0 if self.on_device.ring is None else self.on_device.ring.copied_experts
+        resident = 0 if self._is_closed else resident
+        found = StreamStats(resident, copied)
+        if self._disk is not None:
+            read = stats_of(resident, self._disk.reader.stats, self._disk.slots)
+            found = replace(read, read_bytes=read.read_bytes + copied)
+            if self._disk.slots:
+                return found
+        return replace(found, expert_hits=hits, expert_late=brought, expert_misses=used - hits)
 
     def close(self) -> None:
         """Raises nothing, so that the rest is freed, too, if the device is lost."""
@@ -136,14 +154,17 @@ class HostWeightsCache:
         needs = needs_of(notes, self.spec, self.sizes)
         if needs.total <= self.budget:
             return build(loaded)
+        from serve.loading.host_weights.device_experts import give_room
+
         link = open_link(self.device)
         file: DiskFile | None = None
         try:
-            placement = self._place(needs, link, checkpoint.path)
+            placement, speeds = self._place(needs, link, checkpoint.path)
+            room = self.budget - placement.device_bytes if placement.slot_bytes is None else 0
             if placement.disk_bytes:
                 file = DiskFile(self._folder(checkpoint.path), placement.disk_bytes)
             host = loaded.on(get_backend("cpu"), self.make_linear)
-            source = PlacedTensors(loaded, host, placement, link, file)
+            source = PlacedTensors(loaded, host, placement, link, file=file, has_room=room > 0)
             weights = build(source)
             assert isinstance(weights, DecoderWeights)
             loaded.num_ungrouped = source.num_ungrouped
@@ -152,6 +173,7 @@ class HostWeightsCache:
             if source.ring_layers:
                 feed = None if disk is None else disk.feed
                 ring = DeviceRing(source.ring_layers, placement.buffers, link, feed)
+            on_device = give_room(source.experts_on_cpu, needs, room, link, speeds.link)
         except BaseException:
             if file is not None:
                 file.close()
@@ -162,7 +184,8 @@ class HostWeightsCache:
             assert mixture is not None, "a layer with experts"
             if mixture.latent_in is None:
                 mixture.begin = experts.begin
-        weights.stream = HostWeights(link, needs, placement, ring, source, disk)
+        stream = weights.stream = HostWeights(link, needs, placement, ring, source, disk)
+        stream.on_device = on_device
         return weights
 
     def _folder(self, model: Path) -> Path:
@@ -180,7 +203,9 @@ class HostWeightsCache:
             raise ConfigError(f"packed_cache: no folder that can be written to, of {named}")
         return folder
 
-    def _place(self, needs: DeviceNeeds, link: Link, model: Path) -> HostPlacement:
+    def _place(
+        self, needs: DeviceNeeds, link: Link, model: Path
+    ) -> tuple[HostPlacement, LinkSpeeds]:
         """Measures, decides what is where, and says what to expect before anything is loaded."""
         host = self.host_bytes or int(SHARE_OF_HOST * available_memory())
         speeds = measure_speeds(link)
@@ -192,13 +217,20 @@ class HostWeightsCache:
             except OSError as error:
                 raise ConfigError(f"packed_cache: {folder}: {reason(error)}") from error
             placement = place(needs, self.budget, host, speeds)
+        if placement.on_cpu and not placement.disk_bytes:
+            from serve.loading.host_weights.device_experts import with_room
+
+            def within(budget: int) -> HostPlacement:
+                return place(needs, budget, host, speeds)
+
+            placement = with_room(needs, self.budget, placement, within)
         if placement.on_cpu and self.is_fp8:
             raise ConfigError(
                 "weight_memory_bytes: CPUs have no products in fp8 for the experts that do not fit"
                 " the device; use dtype int8"
             )
         _announce(needs, placement, speeds)
-        return placement
+        return placement, speeds
 
 
 def _open(

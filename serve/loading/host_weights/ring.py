@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -20,7 +21,23 @@ from serve.loading.host_weights.disk import DiskFeed, DiskFile, pages
 from serve.loading.host_weights.link import Link, Wait
 from serve.loading.streaming.units import Unit
 
-_ALIGNMENT = 256
+ALIGNMENT = 256
+
+
+class RingPart(Protocol):
+    """What shares the buffers of a ring. memory: [num_bytes], page-locked; unit: of the file. One
+    of them is None."""
+
+    num_bytes: int
+
+    @property
+    def memory(self) -> Tensor | None: ...
+
+    @property
+    def unit(self) -> Unit | None: ...
+
+    def place(self, buffer: Tensor) -> None:
+        """Tells it its place in a buffer of the device, for good."""
 
 
 class RingLayer:
@@ -38,7 +55,7 @@ class RingLayer:
         end = 0
         for each in tensors:
             assert each.is_contiguous(), "packed weights are dense"
-            start = -(-end // _ALIGNMENT) * _ALIGNMENT
+            start = -(-end // ALIGNMENT) * ALIGNMENT
             end = start + each.nbytes
             self._places.append(slice(start, end))
         self.num_bytes = end
@@ -61,7 +78,7 @@ class DeviceRing:
 
     def __init__(
         self,
-        layers: Sequence[RingLayer],
+        layers: Sequence[RingPart],
         num_buffers: int,
         link: Link,
         feed: DiskFeed | None = None,
@@ -71,7 +88,7 @@ class DeviceRing:
         on_disk = count()
         self._on_disk = [None if each.unit is None else next(on_disk) for each in layers]
         size = max(each.num_bytes for each in layers)
-        size = -(-size // _ALIGNMENT) * _ALIGNMENT
+        size = -(-size // ALIGNMENT) * ALIGNMENT
         memory = torch.empty(size * num_buffers, dtype=torch.uint8, device=link.device)
         self._buffers = [memory[at : at + size] for at in range(0, len(memory), size)]
         self._content: list[int | None] = [None] * num_buffers

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from ops.backend import NO_FUSION, ExpertsOp, Fusion, HeadsOp, LinearOp
+from ops.cpu.native_stored import LayerKind, stored
 from ops.linear import SideBySide
 from quant.formats.weights import Reordered
 from serve.loading.host_weights.disk import DiskFile
@@ -21,6 +23,10 @@ from serve.loading.streaming.source import NOTHING
 from serve.models.loaded_tensors import AroundTensors, LoadedTensors
 from serve.models.parts import Part
 
+if TYPE_CHECKING:  # only a CUDA back end has them
+    from serve.loading.host_weights.device_form import ProductForm
+    from serve.loading.host_weights.expert_memory import ExpertMemory
+
 
 class PlacedTensors(AroundTensors):
     """A TensorSource over one that loads to the device and one that loads for the CPU. file: for
@@ -32,14 +38,20 @@ class PlacedTensors(AroundTensors):
         host: LoadedTensors,
         placement: HostPlacement,
         link: Link,
+        *,
         file: DiskFile | None = None,
+        has_room: bool = False,
     ) -> None:
+        """has_room: the device can take experts of the CPU, too."""
         super().__init__(device)
         self._file = file
         self.disk_experts: ExpertsOnDisk | None = None
         if placement.slot_bytes is not None:
             assert file is not None, "a placement with experts on the disk"
             self.disk_experts = ExpertsOnDisk(file, host)
+        self._has_room = has_room
+        self._known: dict[tuple[LayerKind, tuple[int, ...], Fusion], ProductForm] = {}
+        self._forms: list[ProductForm | None] = []  # of the first expert's products
         self._host = host
         self._placement, self._link = placement, link
         self._layer = 0
@@ -67,6 +79,9 @@ class PlacedTensors(AroundTensors):
         if is_on_cpu and self.disk_experts is not None:
             self.disk_experts.add(self._layer, parts[0].expert or 0, op, fusion)
             return NOTHING
+        if is_on_cpu and self._has_room and len(self._forms) < 2:
+            make = partial(self._loaded.product, parts, num_in, has_bias=has_bias, fusion=fusion)
+            self._forms.append(self._form_of(op, fusion, partial(make, scale=scale)))
         if not is_expert and is_of_layer(parts, self._layer):
             self._products.append(op)
         return op
@@ -82,12 +97,50 @@ class PlacedTensors(AroundTensors):
         if self._layer not in self._placement.on_cpu:
             return super().experts(ups, downs, scales_input=scales_input)
         op: ExpertsOp
+        memory = None
         if self.disk_experts is None:
+            memory = self._memory_of(ups, downs, scales_input=scales_input)
+            if memory is not None:
+                ups, downs = memory.ups, memory.downs
             op = self._host.experts(ups, downs, scales_input=scales_input)
         else:
             op = self.disk_experts.end(self._layer, scales_input=scales_input)
-        made = self.experts_on_cpu[self._layer] = HostExperts(op, len(ups), self._rows)
+        made = HostExperts(op, len(ups), self._rows, scales_input=scales_input)
+        made.memory = memory
+        self.experts_on_cpu[self._layer] = made
         return made
+
+    def _form_of(
+        self, op: LinearOp, fusion: Fusion, make: Callable[[], LinearOp]
+    ) -> ProductForm | None:
+        """Returns the form of a product of the CPU that `make` makes on the device."""
+        from serve.loading.host_weights.device_form import ProductForm
+
+        found = stored(op)
+        if found is None:
+            return None
+        kind, buffers = found
+        key = kind, tuple(each.num_bytes for each in buffers), fusion
+        if key not in self._known:
+            self._known[key] = ProductForm(*key, make())
+        form = self._known[key]
+        return form if form.is_known else None
+
+    def _memory_of(
+        self, ups: Sequence[LinearOp], downs: Sequence[LinearOp], *, scales_input: bool
+    ) -> ExpertMemory | None:
+        """Returns page-locked memory with experts that the device can compute, too."""
+        forms, self._forms = self._forms, []
+        if len(forms) < 2 or forms[0] is None or forms[1] is None:
+            return None
+        from serve.loading.host_weights.expert_memory import ExpertMemory, is_of_form
+
+        if not all(is_of_form(op, forms[0]) for op in ups):
+            return None
+        if not all(is_of_form(op, forms[1]) for op in downs):
+            return None
+        both = forms[0], forms[1]
+        return ExpertMemory(*both, ups, downs, self._link, scales_input=scales_input)
 
     def heads(self, ops: Sequence[LinearOp]) -> HeadsOp:
         # their combination has the addresses of the weights, which therefore cannot move

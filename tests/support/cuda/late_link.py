@@ -14,7 +14,7 @@ from torch import Tensor
 
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.host_weights import cache
+from serve.loading.host_weights import cache, device_experts
 from serve.loading.host_weights.cache import HostWeights
 from serve.loading.host_weights.link import HostLink, Wait
 from serve.loading.host_weights.placement import (
@@ -72,8 +72,12 @@ class LateLink(HostLink):
 
 
 @contextmanager
-def late_links() -> Iterator[list[LateLink]]:
-    """Yields a list that gets the links of the models that are loaded meanwhile."""
+def late_links(
+    *, keeps_room: bool = False, min_rows: int | None = None
+) -> Iterator[list[LateLink]]:
+    """Yields a list that gets the links of the models that are loaded meanwhile. keeps_room: they
+    leave room on the device for experts of the CPU; min_rows: of a step whose experts are copied.
+    """
     made: list[LateLink] = []
 
     def open_late(device: torch.device) -> LateLink:
@@ -84,6 +88,11 @@ def late_links() -> Iterator[list[LateLink]]:
         patch.setattr(cache, "open_link", open_late)
         patch.setattr(cache, "measure_speeds", lambda link: SPEEDS)
         patch.setattr(cache, "folder_speed", lambda folder: 1e9)
+        patch.setattr(device_experts, "rows_worth_copying", lambda *_: min_rows)
+        if not keeps_room:
+            patch.setattr(
+                device_experts, "with_room", lambda needs, budget, placement, _: placement
+            )
         yield made
 
 

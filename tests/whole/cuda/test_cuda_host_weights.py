@@ -10,6 +10,7 @@ from ops.cpu import native_library
 from serve import LLM
 from serve.errors import ConfigError
 from serve.loading import footprint
+from serve.loading.host_weights import device_experts
 from serve.loading.host_weights.cache import HostWeights
 from serve.loading.host_weights.link import open_link
 from serve.loading.host_weights.ring import DeviceRing, RingLayer
@@ -52,14 +53,25 @@ def test_layers_through_a_ring():
     assert copied > 4 * sum(layer.num_bytes for layer in stream.ring.layers)
 
 
-@pytest.mark.parametrize(("family", "variant"), [("qwen2_moe", "shared"), ("deepseek_v3", "long")])
-def test_experts_on_the_cpu(family, variant):
+@pytest.mark.parametrize(
+    ("family", "variant", "min_rows"), [("qwen2_moe", "shared", 8), ("deepseek_v3", "long", None)]
+)
+def test_experts_on_the_cpu(family, variant, min_rows, monkeypatch):
+    """The hottest ones are on the device meanwhile, and those of steps with min_rows come to it."""
+    monkeypatch.setattr(device_experts, "rows_worth_copying", lambda *_: min_rows)
     budget = experts_budget(checkpoint(family, variant), "float32", 1)
     settings = {"max_num_batched_tokens": 20, "weight_memory_bytes": budget}
     with cuda_llm(family, variant, **settings) as llm:
-        (experts,) = stream_of(llm).experts_on_cpu.values()
+        stream = stream_of(llm)
+        on_cpu = list(stream.experts_on_cpu.values())
+        assert on_cpu and stream.on_device is not None
         check(llm, family, variant)
-        assert experts.num_rows >= sum(map(len, prompts_of(300, 0)))
+        stats = stream.stats()
+        assert stats.expert_misses > 0 and (stats.expert_late > 0) == (min_rows is not None)
+        if min_rows is None:
+            assert stats.expert_hits > 0
+            assert all(each.num_rows >= sum(map(len, prompts_of(300, 0))) for each in on_cpu)
+    assert stream.stats().resident_bytes == 0
 
 
 def test_weights_that_do_not_fit_leave_by_themselves(monkeypatch, caplog):
