@@ -22,7 +22,7 @@ from serve.loading.host_weights.device_experts import (
 from serve.loading.host_weights.expert_ring import ExpertRing
 from serve.loading.host_weights.hot_experts import HotExperts
 from serve.loading.host_weights.link import Wait
-from serve.loading.host_weights.placement import DeviceNeeds, LayerNeeds, place
+from serve.loading.host_weights.placement import DeviceNeeds, LayerNeeds, least_bytes, place
 from tests.support.cuda.late_link import SPEEDS, LateLink
 from tests.support.cuda.small_experts import (
     EXPERTS,
@@ -219,7 +219,7 @@ def test_rows_are_copied_from_where_the_cpu_takes_longer():
 
 
 def test_a_further_mixture_leaves_the_device_if_its_room_is_needed():
-    needs = DeviceNeeds(100, (LayerNeeds(10, 1000, 0.1),) * 4)
+    needs = DeviceNeeds(100, (LayerNeeds(1000, 1000, 0.1),) * 4)
 
     def within(budget, host=10**6):
         return place(needs, budget, host, SPEEDS)
@@ -227,7 +227,7 @@ def test_a_further_mixture_leaves_the_device_if_its_room_is_needed():
     for budget in (needs.total - 10, needs.total - 1000):
         found = with_room(needs, budget, within(budget), within)
         assert budget - found.device_bytes >= device_experts.ROOM_SHARE * 1000
-    for budget in (needs.total - 100, 150, needs.total):  # roomy, the least, all
+    for budget in (needs.total - 100, least_bytes(needs), needs.total):  # roomy, the least, all
         placed = within(budget)
         assert with_room(needs, budget, placed, within) is placed
     full = within(needs.total - 1000, host=1000)
