@@ -236,7 +236,8 @@ def plan(
 ) -> None:
     """Predict how fast MODEL runs on machines, and compare their costs, from sizes and peaks.
 
-    The exit code is 3 if no machine meets the SLO within the budget."""
+    The exit code is 3 if no machine meets the SLO within the budget; without either, also if one
+    has no room for the weights and nothing is predicted of them beyond its memory."""
     set_up_logging("warning")
     with reported():
         if show_list:
@@ -301,7 +302,7 @@ def plan(
 def _plan_machines(model: str, *, batches: Sequence[int] | None, **options: Any) -> None:
     from bench.plan import run
 
-    if not run.is_served(run.run(model, batches=batches or run.BATCHES, **options)):
+    if not run.run(model, batches=batches or run.BATCHES, **options)["is_served"]:
         raise typer.Exit(NOT_SERVED)
 
 

@@ -44,6 +44,7 @@ class _Case:
     batches: tuple[int, ...] = (1, 16)
     num_tokens: int = 32
     num_rows: int = 480  # of the long prompt
+    num_prompts: int = len(_PROMPTS)
     changes: dict[str, Any] = field(default_factory=dict)  # of the shape
 
 
@@ -56,8 +57,8 @@ CASES = {
     "experts": _Case("olmoe-1b-7b", 6, "experts", _SETTINGS),
 }
 DRY = {
-    "ring": _Case("one-layer", 5, "blocks", _TINY, (1,), 2, 6),
-    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (1,), 3, 6, {"vocab_size": 320}),
+    "ring": _Case("one-layer", 5, "blocks", _TINY, (1,), 1, 6, 1),
+    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (), 2, 4, 1, {"vocab_size": 320}),
 }
 
 
@@ -104,7 +105,8 @@ def _run(folder: str, case: _Case, name: str, **settings: Any) -> tuple[Answers,
         )
         answers: Answers = []
         long = [5 + number % 200 for number in range(case.num_rows)]
-        for found in llm.generate([*map(list, _PROMPTS), long], one, use_tqdm=False):
+        prompts = list(map(list, _PROMPTS[: case.num_prompts]))
+        for found in llm.generate([*prompts, long], one, use_tqdm=False):
             output = found.outputs[0]
             assert output.logprobs is not None
             token = output.token_ids[0]

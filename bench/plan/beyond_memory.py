@@ -167,7 +167,8 @@ def _beside_gpu(
         asked.disk or _ASSUMED_DISK,
     )
     needs = device_needs(cost.shape, cost.precision)
-    placed = beside.place(needs, budget, int(SHARE_OF_HOST * host.memory_bytes), speeds)
+    limits = budget, int(SHARE_OF_HOST * host.memory_bytes), speeds
+    placed = beside.with_room(needs, *limits, beside.place(needs, *limits))
     if placed.on_cpu and cost.precision.weights == "fp8":
         raise ConfigError("dtype fp8: CPUs have no such products for experts that do not fit")
     copied = float(sum(needs.layers[layer].products for layer in placed.ring_layers))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from bench.common.plot_style import require_matplotlib
-from bench.plan.beyond_memory import Beyond, beyond_memory, print_beyond
+from bench.plan.beyond_memory import Beyond, BeyondMemory, beyond_memory, print_beyond
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import BOUND, expected
 from bench.plan.hardware import HERE, Device, load_devices, measure_here
@@ -69,9 +69,9 @@ def run(
     tpot_ms are the SLO, usd_per_h and usd_per_m (dollars per million output tokens) the budget.
     disaggregated also ranks pairs of compute and memory devices. offload: K/V of the one machine
     that is also in a file; its memory is that of all K/V then. weights: its weights beyond memory.
-    top is the number of rows of the
-    comparison. png_file is not written if no machine meets the SLO within the budget.
-    Raises ConfigError that names the wrong argument.
+    top is the number of rows of the comparison. png_file is not written if no machine meets the SLO
+    within the budget. "is_served" of the result: a machine or a pair does, or without SLO and
+    budget weights beyond memory are predicted. Raises ConfigError that names the wrong argument.
     """
     shape = load_shape(model)
     if disaggregated:
@@ -80,14 +80,8 @@ def run(
     load, contexts = _lengths(shape, prompt, output, contexts)
     _require_counts("batch", batches)
     _require_counts("top", [top])
-    slo = Slo(
-        ttft_s=_bound("ttft", ttft_s),
-        tpot_s=_bound("tpot", tpot_ms) / 1e3,
-    )
-    budget = Budget(
-        dollars_per_h=_bound("usd-per-hour", usd_per_h),
-        dollars_per_m=_bound("usd-per-million", usd_per_m),
-    )
+    bounds = ttft_s, tpot_ms, usd_per_h, usd_per_m
+    slo, budget = _slo_and_budget(*bounds)
     if png_file is not None:
         require_matplotlib()
     devices = load_devices(hardware)
@@ -112,20 +106,24 @@ def run(
         in_file = None  # first, because it refuses most
         if offload is not None:
             in_file = kv_beyond_memory(cost, offload, batches, contexts)
+        beyond = beyond_memory(cost, batches, min(contexts), devices, weights or Beyond())
         detailed = details(cost, bound, batches, contexts)
-        print_details(detailed, load, console)
-        result["details"] = detailed.as_json()
-        sizes = batches, contexts
-        result |= _beyond(cost, sizes, devices, weights or Beyond(), in_file, console)
+        print_details(detailed, load, console, is_beyond=beyond is not None)
+        result |= {"details": detailed.as_json()} | _beyond(beyond, in_file, console)
     listed = chosen or [Machine(device) for device in devices.values()]
     choices = rank(shape, precision, chosen or all_machines(devices), load, slo, budget)
-    print_ranking(choices, load, top, console)
+    # nothing was asked that the prediction of weights beyond memory does not answer
+    is_answered = "beyond_memory" in result and all(each is None for each in bounds)
+    is_served = any(choice.serving is not None for choice in choices)
+    if is_served or not is_answered:
+        print_ranking(choices, load, top, console)
     result["machines"] = [choice.as_json() for choice in choices]
     if disaggregated:
         kinds = list({machine.device.name: machine.device for machine in listed}.values())
         splits = rank_splits(shape, precision, kinds, load, slo, budget)
         print_splits(splits, top, console)
         result["disaggregated"] = [split.as_json() for split in splits]
+    result["is_served"] = is_served or is_answered or bool(result.get("disaggregated"))
     drawn = [choice.machine for choice in choices if choice.serving is not None][:top]
     if png_file is not None and drawn:
         costs = [_costs(shape, precision, machine)[0] for machine in drawn]
@@ -135,18 +133,26 @@ def run(
     return result
 
 
+def _slo_and_budget(
+    ttft_s: float | None, tpot_ms: float | None, usd_per_h: float | None, usd_per_m: float | None
+) -> tuple[Slo, Budget]:
+    """ConfigError."""
+    slo = Slo(
+        ttft_s=_bound("ttft", ttft_s),
+        tpot_s=_bound("tpot", tpot_ms) / 1e3,
+    )
+    budget = Budget(
+        dollars_per_h=_bound("usd-per-hour", usd_per_h),
+        dollars_per_m=_bound("usd-per-million", usd_per_m),
+    )
+    return slo, budget
+
+
 def _beyond(
-    cost: MachineCost,
-    sizes: tuple[Sequence[int], Sequence[int]],
-    devices: Mapping[str, Device],
-    asked: Beyond,
-    in_file: KVBeyondMemory | None,
-    console: Console,
+    weights: BeyondMemory | None, in_file: KVBeyondMemory | None, console: Console
 ) -> dict[str, Any]:
     """Prints and returns what is predicted of weights and of K/V that are not all in memory."""
     result: dict[str, Any] = {}
-    batches, contexts = sizes
-    weights = beyond_memory(cost, batches, min(contexts), devices, asked)
     if weights is not None:
         print_beyond(weights, console)
         result["beyond_memory"] = weights.as_json()
@@ -154,13 +160,6 @@ def _beyond(
         print_kv_beyond(in_file, console)
         result["kv_beyond_memory"] = in_file.as_json()
     return result
-
-
-def is_served(result: Mapping[str, Any]) -> bool:
-    """Returns whether `run` found a machine, or a pair of devices, within the SLO and budget."""
-    return bool(result.get("disaggregated")) or any(
-        choice["serving"] is not None for choice in result["machines"]
-    )
 
 
 def find_precision(dtype: str, kv_dtype: str, shape: Shape) -> Precision:

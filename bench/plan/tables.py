@@ -108,8 +108,11 @@ def details(
     return Details(cost, cells, prompts)
 
 
-def print_details(detailed: Details, load: Load, console: Console) -> None:
-    """Prints a machine's memory, decode steps and prompts."""
+def print_details(
+    detailed: Details, load: Load, console: Console, *, is_beyond: bool = False
+) -> None:
+    """Prints a machine's memory, decode steps and prompts. is_beyond: what follows is about weights
+    beyond the memory."""
     cost = detailed.cost
     shape, precision, machine = cost.shape, cost.precision, cost.machine
     room, token_bytes = kv_bytes(cost), shape.kv_token_bytes(precision)
@@ -122,7 +125,8 @@ def print_details(detailed: Details, load: Load, console: Console) -> None:
         highlight=False,
     )
     if room <= 0:
-        console.print("[red]the weights do not fit[/red]")
+        if not is_beyond:
+            console.print("[red]the weights do not fit[/red]")
         print_meanings([machine.device], False, console)
         return
     console.print(

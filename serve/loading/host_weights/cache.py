@@ -23,6 +23,7 @@ from serve.loading.host_weights.placement import (
     expected_step_s,
     place,
     read_bytes,
+    with_room,
 )
 from serve.loading.host_weights.ring import DeviceRing
 from serve.loading.host_weights.source import PlacedTensors
@@ -158,6 +159,7 @@ class HostWeightsCache:
 
         link = open_link(self.device)
         file: DiskFile | None = None
+        disk: _FromDisk | None = None
         try:
             placement, speeds = self._place(needs, link, checkpoint.path)
             room = self.budget - placement.device_bytes if placement.slot_bytes is None else 0
@@ -168,13 +170,16 @@ class HostWeightsCache:
             weights = build(source)
             assert isinstance(weights, DecoderWeights)
             loaded.num_ungrouped = source.num_ungrouped
-            disk = None if file is None else _open(file, source, placement, weights, link)
+            if file is not None:
+                disk = _open(file, source, placement, weights, link)
             ring = None
             if source.ring_layers:
                 feed = None if disk is None else disk.feed
                 ring = DeviceRing(source.ring_layers, placement.buffers, link, feed)
             on_device = give_room(source.experts_on_cpu, needs, room, link, speeds.link)
         except BaseException:
+            if disk is not None:
+                disk.reader.close()  # before the memory that it reads into is freed
             if file is not None:
                 file.close()
             link.close()
@@ -217,13 +222,7 @@ class HostWeightsCache:
             except OSError as error:
                 raise ConfigError(f"packed_cache: {folder}: {reason(error)}") from error
             placement = place(needs, self.budget, host, speeds)
-        if placement.on_cpu and not placement.disk_bytes:
-            from serve.loading.host_weights.device_experts import with_room
-
-            def within(budget: int) -> HostPlacement:
-                return place(needs, budget, host, speeds)
-
-            placement = with_room(needs, self.budget, placement, within)
+        placement = with_room(needs, self.budget, host, speeds, placement)
         if placement.on_cpu and self.is_fp8:
             raise ConfigError(
                 "weight_memory_bytes: CPUs have no products in fp8 for the experts that do not fit"

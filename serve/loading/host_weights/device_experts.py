@@ -18,46 +18,22 @@ from torch import Tensor
 
 from ops.backend import ExpertsOp, Routing
 from ops.cpu.native_stored import LayerKind
-from serve.errors import ConfigError
 from serve.loading.host_weights.device_form import AT_ONCE
 from serve.loading.host_weights.expert_memory import ExpertMemory
 from serve.loading.host_weights.expert_ring import BUFFERS, GROUPS, ExpertRing
 from serve.loading.host_weights.experts import HostExperts
 from serve.loading.host_weights.hot_experts import HotExperts
 from serve.loading.host_weights.link import Link
-from serve.loading.host_weights.placement import DeviceNeeds, HostPlacement, least_bytes
+from serve.loading.host_weights.placement import DeviceNeeds
 from serve.loading.host_weights.ring import ALIGNMENT
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
 
-ROOM_SHARE = 0.5
-"""Of the largest mixture's experts: the device memory that is kept for those in host memory."""
-
 MOST_COPIES = 4
 """The most experts that are copied to the device beside a step."""
 
 _MOST_ROWS = 2048  # with which it is tried whether the CPU takes longer than copying
-
-
-def with_room(
-    needs: DeviceNeeds,
-    budget: int,
-    placement: HostPlacement,
-    place_within: Callable[[int], HostPlacement],
-) -> HostPlacement:
-    """Returns a placement that leaves room for what the device takes of the CPU's experts, if there
-    is one in which the host takes all the rest. place_within: returns that of a smaller budget."""
-    if not placement.on_cpu:
-        return placement
-    room = int(ROOM_SHARE * max(needs.layers[layer].experts for layer in placement.on_cpu))
-    if budget - placement.device_bytes >= room or budget - room < least_bytes(needs):
-        return placement
-    try:
-        smaller = place_within(budget - room)
-    except ConfigError:  # the host cannot take more
-        return placement
-    return placement if smaller.disk_bytes else smaller
 
 
 class DeviceExperts:
@@ -204,7 +180,7 @@ def share_room(
 
 def rows_worth_copying(copy_s: float, compute_s: Callable[[int], float]) -> int | None:
     """Returns the least power of two of rows that take longer to compute than copying takes; None
-    if none up to 2,048 do. It takes about three times as long as copying."""
+    if none up to 2,048 do."""
     rows = 1
     while rows <= _MOST_ROWS:
         if compute_s(rows) > copy_s:

@@ -39,7 +39,7 @@ class DiskFile:
         """num_bytes: about as many as it will have. ConfigError if there is no room."""
         self._path, self._end, self._synced = folder / "weights beyond host memory", 0, 0
         self._checksums: dict[tuple[int, int], int] = {}
-        self._read_fd, self._is_direct = -1, False
+        self._fd = self._read_fd = -1
         try:
             self._fd, name = tempfile.mkstemp(dir=folder, suffix=UNFINISHED)
             try:
@@ -97,22 +97,23 @@ class DiskFile:
     def _sync(self) -> None:
         """Waits for the disk, and gives the pages of the cache back."""
         os.fdatasync(self._fd)
-        os.posix_fadvise(self._fd, self._synced, self._end, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._fd, self._synced, self._end - self._synced, os.POSIX_FADV_DONTNEED)
         self._synced = self._end
 
     def open(self) -> WeightReader:
-        """Ends writing and returns what reads the file and owns it."""
+        """Ends writing and returns what reads the file and owns it. ConfigError."""
         try:
             self._sync()
+            fd = self._read_fd
+            file = open_block_file(fd, is_direct=self._is_direct, depth=DEPTH, io=self._io)
         except OSError as error:
             raise ConfigError(f"packed_cache: {self._path}: {reason(error)}") from error
-        fd, self._read_fd = self._read_fd, -1
+        self._read_fd = -1  # the reader's
         self.close()
-        file = open_block_file(fd, is_direct=self._is_direct, depth=DEPTH, io=self._io)
         return WeightReader(self._path, file, self._checksums)
 
     def close(self) -> None:
-        for fd in (getattr(self, "_fd", -1), self._read_fd):
+        for fd in (self._fd, self._read_fd):
             if fd >= 0:
                 os.close(fd)
         self._fd = self._read_fd = -1

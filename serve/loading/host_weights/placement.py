@@ -34,6 +34,9 @@ _AS_FAST = 1.05
 SHARE_OF_HOST = 0.9
 """Of the free host memory, for weights; the rest is for the process and the system."""
 
+ROOM_SHARE = 0.5
+"""Of the largest mixture's experts: the device memory that is kept for those in host memory."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerNeeds:
@@ -144,6 +147,24 @@ def place(needs: DeviceNeeds, budget: int, host: int, speeds: LinkSpeeds) -> Hos
         f" {format_memory(least_bytes(needs))} of the device for the embedding, the last product,"
         f" norms and {MIN_BUFFERS} layers without experts"
     )
+
+
+def with_room(
+    needs: DeviceNeeds, budget: int, host: int, speeds: LinkSpeeds, placement: HostPlacement
+) -> HostPlacement:
+    """Returns a placement that leaves room for what the device takes of the CPU's experts
+    (device_experts.py), if there is one in which the host takes all the rest; else this one of
+    `place`. budget, host: as for `place`."""
+    if not placement.on_cpu or placement.disk_bytes:
+        return placement
+    room = int(ROOM_SHARE * max(needs.layers[layer].experts for layer in placement.on_cpu))
+    if budget - placement.device_bytes >= room or budget - room < least_bytes(needs):
+        return placement
+    try:
+        smaller = place(needs, budget - room, host, speeds)
+    except ConfigError:  # the host cannot take more
+        return placement
+    return placement if smaller.disk_bytes else smaller
 
 
 def _on_device(needs: DeviceNeeds, on_cpu: frozenset[int]) -> HostPlacement:

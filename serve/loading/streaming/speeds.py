@@ -17,6 +17,7 @@ from memory.tiers.direct_io import choose_io, open_block_file, open_direct
 from ops.cpu import native_library
 from serve.loading.streaming.placement import Speeds
 from serve.loading.streaming.units import PIECE_BYTES, Piece
+from serve.models.packed_cache.folder import UNFINISHED
 from serve.models.packed_cache.region import huge_pages
 
 _IN_FLIGHT = 32
@@ -31,7 +32,7 @@ def measure_speeds(path: Path) -> Speeds:
 
 def folder_speed(folder: Path) -> float:
     """Returns the bytes a second at which a file of this folder is read, which is made. OSError."""
-    with tempfile.NamedTemporaryFile(dir=folder) as file:
+    with tempfile.NamedTemporaryFile(dir=folder, suffix=UNFINISHED) as file:
         for _ in range(_FILE_BYTES >> 20):
             file.write(bytes(1 << 20))
         file.flush()

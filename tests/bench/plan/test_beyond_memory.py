@@ -95,6 +95,18 @@ def test_the_host_computes_experts_some_of_which_are_on_the_disk() -> None:
     assert part.steps[0].seconds > whole.steps[0].seconds
 
 
+def test_room_for_hot_experts_is_kept_as_a_server_keeps_it() -> None:
+    cost = MachineCost(
+        load_shape("qwen3-30b-a3b"), INT8, Machine(DEVICES["rtx-4090"]), expected("gpu", INT8)
+    )
+    needs = device_needs(cost.shape, INT8)
+    experts = needs.layers[0].experts
+    for taken in range(4):  # quarters of a layer's experts
+        budget = needs.total - 20 * experts - taken * experts // 4
+        found = beside("qwen3-30b-a3b", "rtx-4090", weight_bytes=budget)
+        assert budget - found.memory_bytes >= experts // 2
+
+
 def test_the_needs_beside_a_gpu_are_all_weights() -> None:
     for model in ("llama-3.1-8b", "qwen3-30b-a3b", "gpt-oss-20b", "glm-4.7-flash"):
         shape = load_shape(model)

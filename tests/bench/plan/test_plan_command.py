@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from bench.cli.plan import NOT_SERVED
 from bench.common.plot_style import plain_log
 from bench.plan.run import run
 from bench.plan.tables import dollars
+from serve.cli.main import app
 from serve.errors import ConfigError
 from tests.support.engine.child import output_of
 
@@ -35,11 +38,28 @@ def test_one_machine_in_detail(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_weights_that_do_not_fit_have_no_speeds(capsys: pytest.CaptureFixture[str]) -> None:
-    found = run("llama-3.1-405b", machines=["l4"])
+    found = run("llama-3.1-405b", machines=["2xl4"])
     said = capsys.readouterr().out
-    assert "the weights do not fit" in said and "not (memory): l4" in said
+    assert "the weights do not fit" in said and "not (memory): 2xl4" in said
     assert "Decode" not in said and "A prompt alone" not in said
     assert found["details"]["decode"] == found["details"]["prefill"] == []
+
+
+def test_weights_beyond_memory_are_an_answer_unless_a_bound_is_asked() -> None:
+    def plan(*options: str) -> tuple[int, str]:
+        command = ["plan", "llama-3.1-70b", "--machine", "rtx-4090", *options]
+        done = CliRunner().invoke(app, command)
+        return done.exit_code, done.output
+
+    code, said = plan()
+    assert code == 0 and "Weights beyond the device, beside ryzen-9950x" in said
+    assert "do not fit" not in said and "no machine serves this" not in said
+    for bound in ("--tpot", "--ttft", "--usd-per-hour", "--usd-per-million"):
+        code, said = plan(bound, "100000")
+        assert code == NOT_SERVED and "not (memory): rtx-4090" in said
+        assert "Weights beyond the device" in said
+    code, said = plan("--machine", "l4")
+    assert code == NOT_SERVED and "Weights beyond" not in said
 
 
 def test_small_amounts_have_digits() -> None:

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from ops.cpu import native_library
 from serve.errors import ConfigError, WeightsLostError
-from serve.loading.host_weights import disk
+from serve.loading.host_weights import cache, disk
 from serve.loading.host_weights.disk import DiskFeed, DiskFile, pages
+from serve.loading.streaming.reader import WeightReader
 from serve.models import Decoder
 from tests.support.cuda.late_link import (
     LateLink,
@@ -103,6 +104,7 @@ def test_passes_that_end_early_leave_the_disk_usable(tmp_path):
     [
         ("float32", "qwen3_moe", "long"),
         pytest.param("int8", "qwen3_moe", "long", marks=LONG),
+        pytest.param("int4", "qwen3_moe", "long", marks=LONG),
         pytest.param("bfloat16", "qwen2_moe", "shared", marks=LONG),
     ],
 )
@@ -122,6 +124,40 @@ def test_experts_from_the_disk_give_the_bits_of_those_in_host_memory(
         stats = stream.stats()
         stream.close()
     assert stats.expert_misses > 0 and stats.read_bytes > 0
+
+
+def test_the_device_computes_no_experts_of_which_some_are_on_the_disk(tmp_path):
+    path = checkpoint("qwen3_moe", "long")
+    experts = [each.experts for each in needs_of_model(path, "float32").layers if each.experts]
+    budget = experts_budget(path, "float32", 2) + max(experts) // 2  # room for half of a layer's
+    with late_links(keeps_room=True, min_rows=1):
+        for host, is_there in ((None, True), (int(0.55 * sum(experts)), False)):
+            model = load_on_device(path, "float32", budget, host, packed_cache=str(tmp_path))
+            stream = host_weights(model)
+            assert (stream.placement.slot_bytes is None) == is_there
+            assert (stream.on_device is not None) == is_there
+            memories = [each.memory for each in stream.experts_on_cpu.values()]
+            assert memories and all((each is not None) == is_there for each in memories)
+            stream.close()
+
+
+def test_a_start_that_fails_behind_the_file_stops_reading(tmp_path, monkeypatch):
+    """The reads end before the memory goes to which they write; the fixture sees their threads."""
+    path, closed = checkpoint("llama", "four"), list[bool]()
+
+    def out_of_memory(*_: object) -> None:
+        raise MemoryError
+
+    def close(reader: WeightReader) -> None:
+        closed.append(links[-1].is_closed)
+        reader._file.close()
+
+    monkeypatch.setattr(cache, "DeviceRing", out_of_memory)
+    monkeypatch.setattr(WeightReader, "close", close)
+    limits = ring_budget(path, "float32"), ring_host_bytes(path, "float32", 0)
+    with late_links() as links, pytest.raises(MemoryError):
+        load_on_device(path, "float32", *limits, packed_cache=str(tmp_path))
+    assert closed == [False] and links[-1].is_closed and not list(tmp_path.iterdir())
 
 
 class Faulty:

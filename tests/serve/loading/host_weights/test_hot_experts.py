@@ -12,18 +12,15 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from ops.cpu import native_library
-from serve.loading.host_weights import device_experts
 from serve.loading.host_weights.device_experts import (
     DeviceExperts,
     rows_worth_copying,
     share_room,
-    with_room,
 )
 from serve.loading.host_weights.expert_ring import ExpertRing
 from serve.loading.host_weights.hot_experts import HotExperts
 from serve.loading.host_weights.link import Wait
-from serve.loading.host_weights.placement import DeviceNeeds, LayerNeeds, least_bytes, place
-from tests.support.cuda.late_link import SPEEDS, LateLink
+from tests.support.cuda.late_link import LateLink
 from tests.support.cuda.small_experts import (
     EXPERTS,
     SIZE,
@@ -216,21 +213,3 @@ def test_rows_are_copied_from_where_the_cpu_takes_longer():
     assert rows_worth_copying(1.0, lambda rows: rows / 100) == 128
     assert rows_worth_copying(1.0, lambda rows: 2.0) == 1
     assert rows_worth_copying(1.0, lambda rows: rows / 1e6) is None
-
-
-def test_a_further_mixture_leaves_the_device_if_its_room_is_needed():
-    needs = DeviceNeeds(100, (LayerNeeds(1000, 1000, 0.1),) * 4)
-
-    def within(budget, host=10**6):
-        return place(needs, budget, host, SPEEDS)
-
-    for budget in (needs.total - 10, needs.total - 1000):
-        found = with_room(needs, budget, within(budget), within)
-        assert budget - found.device_bytes >= device_experts.ROOM_SHARE * 1000
-    for budget in (needs.total - 100, least_bytes(needs), needs.total):  # roomy, the least, all
-        placed = within(budget)
-        assert with_room(needs, budget, placed, within) is placed
-    full = within(needs.total - 1000, host=1000)
-    assert not full.disk_bytes, "the host takes one mixture"
-    found = with_room(needs, needs.total - 1000, full, lambda budget: within(budget, host=1000))
-    assert found is full, "the host has no room for another one"

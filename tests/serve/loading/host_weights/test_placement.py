@@ -14,6 +14,7 @@ from bench.plan.shapes import Precision, load_shape
 from serve.errors import ConfigError
 from serve.loading.host_weights import placement
 from serve.loading.host_weights.placement import (
+    ROOM_SHARE,
     DeviceNeeds,
     HostPlacement,
     LayerNeeds,
@@ -21,6 +22,7 @@ from serve.loading.host_weights.placement import (
     expected_step_s,
     least_bytes,
     place,
+    with_room,
 )
 
 DENSE = LayerNeeds(100)
@@ -200,3 +202,23 @@ def test_of_real_mixtures_experts_leave_alone(model, share):
     assert not found.ring_layers
     experts = needs.layers[-1].experts
     assert 0 <= int(share * needs.total) - found.device_bytes < experts
+
+
+def test_a_further_mixture_leaves_the_device_if_its_room_is_needed():
+    needs = DeviceNeeds(100, (LayerNeeds(1000, 1000, 0.1),) * 4)
+
+    def both(budget, host=10**6):
+        placed = place(needs, budget, host, SPEEDS)
+        return placed, with_room(needs, budget, host, SPEEDS, placed)
+
+    for budget in (needs.total - 10, needs.total - 1000):
+        _, found = both(budget)
+        assert budget - found.device_bytes >= ROOM_SHARE * 1000
+    for budget in (needs.total - 100, least_bytes(needs), needs.total):  # roomy, the least, all
+        placed, found = both(budget)
+        assert found is placed
+    full, found = both(needs.total - 1000, host=1000)
+    assert not full.disk_bytes, "the host takes one mixture"
+    assert found is full, "the host has no room for another one"
+    from_disk, found = both(needs.total - 2500, host=2000)
+    assert from_disk.disk_bytes and found is from_disk
