@@ -11,7 +11,7 @@ import torch
 from memory.tiers.block_file import Transfer, os_error
 from ops.cpu import native_library
 from serve.errors import WeightsLostError
-from serve.loading.streaming.reader import WeightReader
+from serve.loading.streaming.reader import MAX_TRIES, WeightReader
 from serve.loading.streaming.ring import Ring
 from serve.loading.streaming.units import PIECE_BYTES, Piece, Unit, unit_of
 from serve.models.packed_cache.layout import Span
@@ -32,12 +32,13 @@ class HeldFile:
         self.asked: list[int] = []
         self.waiting: list[Transfer] = []
         self.is_held = False
+        self.error: OSError | None = None  # of reads that are not held
 
     def read(self, transfers: Sequence[Transfer]) -> None:
         self.asked += [transfer.offset // PAGE for transfer in transfers]
         self.waiting += transfers
         if not self.is_held:
-            self.deliver()
+            self.deliver(self.error)
 
     def deliver(self, error: OSError | None = None) -> None:
         waiting, self.waiting = self.waiting, []
@@ -126,16 +127,23 @@ def test_two_passes_side_by_side_read_each_unit_once() -> None:
 
 def test_an_error_is_one_of_the_unit_and_it_is_read_again() -> None:
     ring, file = make(4, 2)
-    file.is_held = True
+    file.error = os_error(5)
     ring.start()
-    for _ in range(3):
-        file.deliver(os_error(5))
-    with pytest.raises(WeightsLostError, match="of unit 0 cannot be read from weights: Inp"):
-        ring.enter(0)
-    file.is_held = False
-    step(ring, [0])
-    with pytest.raises(WeightsLostError, match="unit 1"):
-        ring.enter(1)
+    assert file.asked == [0] * MAX_TRIES + [1] * MAX_TRIES
+    for unit in (0, 1):  # each is tried again when it is needed
+        with pytest.raises(WeightsLostError, match=f"of unit {unit} cannot be read from weights: "):
+            ring.enter(unit)
+    assert file.asked[2 * MAX_TRIES :] == [0] * MAX_TRIES + [1] * MAX_TRIES
+    file.error = None
+    step(ring, range(4))
+
+
+def test_a_failed_read_ahead_is_no_error_if_the_disk_is_well_again() -> None:
+    ring, file = make(4, 2)
+    file.error = os_error(5)
+    ring.start()
+    file.error = None
+    assert not ring.has_come(0)
     step(ring, range(4))
 
 
