@@ -250,24 +250,6 @@ def _row(
     ]
 
 
-def _fewer(
-    model: str,
-    policy: str,
-    kv_dtype: str,
-    given: argparse.Namespace,
-    num_tokens: int,
-    share: float,
-) -> str:
-    """Returns the tokens a second of the sequences that a share of the memory holds."""
-    count = int(given.sequences * share)
-    if not count:
-        return "none fits"
-    decoding = Decoding(model, policy, kv_dtype, count, num_tokens, 1.0, given.folder)
-    found = decoding.measure(given.rounds)
-    decoding.close()
-    return f"{count / found.step_s:.1f}"
-
-
 def _disk_rate(folder: str, unit_bytes: int, policy: str) -> float:
     return disk_rate(folder, unit_bytes, in_order=policy == OFF)
 
@@ -301,18 +283,28 @@ def _measured(
     """Returns a row of the table. whole: the figures of each kv_dtype with all K/V in memory, which
     the first row of each adds."""
     count, folder, unit = given.sequences, given.folder, _layout(model, kv_dtype).unit_bytes[0]
+
+    def figures(num_sequences: int, in_memory: float) -> Figures:
+        sizes = num_sequences, num_tokens, in_memory
+        decoding = Decoding(model, policy, kv_dtype, *sizes, folder)
+        found = decoding.measure(given.rounds)
+        decoding.close()
+        return found
+
     before = _disk_rate(folder, unit, policy) if share < 1 else 0.0
     name = f"{policy}, {kv_dtype}, {'all' if share == 1 else format(share, '.3g')}"
     try:
-        decoding = Decoding(model, policy, kv_dtype, count, num_tokens, share, folder)
+        found = figures(count, share)
     except ConfigError:  # the bounds and a layer do not fit
         return [name, "too little"]
-    found = decoding.measure(given.rounds)
-    decoding.close()
-    disk = (before + _disk_rate(folder, unit, policy)) / 2 if share < 1 else 0.0
-    in_memory = whole.setdefault(kv_dtype, found)
-    fewer = _fewer(model, policy, kv_dtype, given, num_tokens, share) if share < 1 else ""
-    return _row(name, found, in_memory, count, num_tokens, share, fewer, disk)
+    disk, fewer = 0.0, ""
+    if share < 1:
+        disk = (before + _disk_rate(folder, unit, policy)) / 2
+        fits = int(count * share)  # sequences whose K/V is all in memory
+        fewer = f"{fits / figures(fits, 1.0).step_s:.1f}" if fits else "none fits"
+    return _row(
+        name, found, whole.setdefault(kv_dtype, found), count, num_tokens, share, fewer, disk
+    )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
