@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--checkpoint", type=Path, help="file to resume from")
     parser.add_argument("--start", type=Path, help="folder of a trained model that is trained on")
     parser.add_argument("--rate", type=float, default=1.0, help="times the learning rates")
-    parser.add_argument("--activation", choices=list(ACTIVATIONS), default="silu")
+    parser.add_argument("--activation", choices=list(ACTIVATIONS), help="default: of --start")
     parser.add_argument("--sparse", type=float, default=0.0, help="weight of the L1 of activations")
     parser.add_argument("--experts", type=int, default=0, help="slices of MLPs, with --start")
     parser.add_argument("--top-k", type=int, default=4, help="experts of a token")
@@ -124,6 +124,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.experts and (args.start is None or args.experts % args.top_k):
         parser.error("--experts: --start is needed, and a multiple of --top-k")
+    if args.experts and args.sparse:
+        parser.error("--sparse: the activations of experts have no part in the loss")
     return args
 
 
@@ -131,7 +133,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
     plan = SMOKE if args.smoke else Plan()
     if args.steps is not None:
         plan = replace(Plan(), steps=args.steps, long_steps=args.steps // 14)
-    shape = replace(plan.shape, hidden_act=args.activation)
+    shape = replace(plan.shape, hidden_act=args.activation or plan.shape.hidden_act)
     dialogs = args.eval_dialogs or plan.eval_dialogs
     return replace(plan, shape=shape, rate=args.rate, sparse=args.sparse, eval_dialogs=dialogs)
 
@@ -158,7 +160,7 @@ def main() -> None:
     encoder = Encoder(tokenizer)
     model.to(args.device)
     text = heldout_text(0, 80_000 if not args.smoke else 500)
-    before = perplexity(model, encoder, text)
+    before = None if args.start is None else perplexity(model, encoder, text)
     num_params = sum(p.numel() for p in model.parameters())
     print(f"{num_params:,} parameters, vocabulary {tokenizer.get_vocab_size()}, {args.device}")
     cpu_started = time.process_time()
@@ -167,13 +169,15 @@ def main() -> None:
     write_model(args.out, model, tokenizer)
     read_weights(args.out, model)
     result, wrong = evaluate(model, encoder, plan.eval_dialogs)
-    result["heldout_before"] = before
+    if before is not None:
+        result["heldout_before"] = before
     result["heldout"] = perplexity(model, encoder, text)
     result["training"] = {
         "seed": args.seed,
         "steps": plan.steps,
         "options": {
-            name: getattr(args, name) for name in ("activation", "sparse", "rate", "experts")
+            name: getattr(args, name)
+            for name in ("activation", "sparse", "rate", "experts", "top_k")
         },
         "parameters": num_params,
         "minutes": round(minutes, 1),

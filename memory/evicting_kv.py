@@ -60,7 +60,7 @@ class EvictingKV(KVManager):
         for part, count in zip(target.parts, counts, strict=True):
             self._release_from(part, 0 if is_shared else part.group.slots_for(count))
             part.num_fewer = max(counts) - count
-        if is_shared:
+        if is_shared:  # all pages that can be free are free before others are taken
             for part, count in zip(target.parts, counts, strict=True):
                 num_slots = part.group.slots_for(count)
                 self._mapper.extend(part, num_slots)

@@ -36,7 +36,7 @@ import torch
 from rich.table import Column, Table
 
 from bench.common import tables
-from bench.common.checkpoint_shapes import config_of
+from bench.common.checkpoint_shapes import SHAPES, config_of
 from bench.common.checkpoints import write_random
 from bench.common.random_reads import disk_rate
 from memory.attention.offloaded import OffloadedPlan
@@ -309,7 +309,7 @@ def _measured(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--shape", default="llama-1b")
+    parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--context", type=int, nargs="+", default=[16384])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.5, 0.125])

@@ -110,15 +110,15 @@ def median(rounds: Sequence[Round], name: str, program: str = "here") -> float:
 
 def row(count: int, rounds: Sequence[Round], file_bytes: int) -> list[str]:
     tokens, theirs = median(rounds, "tokens_s"), median(rounds, "tokens_s", "llama")
-    shares = [each.here["read_s"] / each.here["disk_s"] for each in rounds]
+    shares = [each.here["read_rate"] / each.here["disk_rate"] for each in rounds]
     free = [free for each in rounds for free in each.free]
     cells = [
         str(count),
         f"{min(free) / 1e6:,.0f}-{max(free) / 1e6:,.0f}",
         "yes" if all(each.here["is_equal"] for each in rounds) else "NO",
         f"{tokens:.2f}",
-        f"{median(rounds, 'read_s') / 1e6:,.0f}",
-        f"{median(rounds, 'disk_s') / 1e6:,.0f}",
+        f"{median(rounds, 'read_rate') / 1e6:,.0f}",
+        f"{median(rounds, 'disk_rate') / 1e6:,.0f}",
         f"{statistics.median(shares):.0%}",
         f"{theirs:.2f}",
         f"{statistics.median(e.llama['read'] / e.llama['seconds'] for e in rounds) / 1e6:,.0f}",

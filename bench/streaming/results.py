@@ -10,15 +10,16 @@ from rich.table import Table
 
 @dataclass(slots=True)
 class Measured:
-    """One number of requests. Bytes and seconds; hit rates are None for models without experts."""
+    """One number of requests. Seconds, rates in bytes a second; hit rates are None without
+    experts."""
 
     requests: int
     is_equal: bool
     memory_tokens_s: float
     tokens_s: float
     step_s: float
-    read_s: float
-    disk_s: float
+    read_rate: float
+    disk_rate: float
     stalled: float
     hits: float | None = None
     heat: float | None = None
@@ -31,7 +32,7 @@ class Measured:
 
     @property
     def share(self) -> float:
-        return self.read_s / self.disk_s
+        return self.read_rate / self.disk_rate
 
 
 def as_table(found: Sequence[Measured]) -> Table:
@@ -48,8 +49,8 @@ def as_table(found: Sequence[Measured]) -> Table:
             f"{one.memory_tokens_s:.1f}",
             f"{one.tokens_s:.1f}",
             f"{one.step_s * 1e3:.0f}",
-            f"{one.read_s / 1e6:,.0f}",
-            f"{one.disk_s / 1e6:,.0f}",
+            f"{one.read_rate / 1e6:,.0f}",
+            f"{one.disk_rate / 1e6:,.0f}",
             f"{one.share:.0%}",
             f"{one.stalled:.0%}",
         ]

@@ -12,11 +12,11 @@ from examples.default_model.model import Layer, Llama, Shape
 NOISE = 0.1  # of experts that begin alike, as a share of the standard deviation of their weights
 
 
-def read_model(folder: Path, activation: str) -> Llama:
-    """Reads a model that write_model wrote, and gives it another activation."""
+def read_model(folder: Path, activation: str | None = None) -> Llama:
+    """Reads a model that write_model wrote. activation: another one than it had."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     known = {f.name: config[f.name] for f in fields(Shape) if f.name in config}
-    model = Llama(Shape(**known | {"hidden_act": activation}))
+    model = Llama(Shape(**known | ({"hidden_act": activation} if activation else {})))
     read_weights(folder, model)
     return model
 

@@ -7,11 +7,11 @@ import contextlib
 import mmap
 from collections.abc import Collection
 
+from memory.pages.linux_vmm import MAP_NORESERVE
 from memory.tiers.direct_io import address_of
 from quant.kv import RECENT_BLOCK, TILE_TOKENS
 
 _NO_BLOCKS: frozenset[int] = frozenset()
-_NORESERVE = 0x4000  # MAP_NORESERVE
 _ADVICE = (mmap.MADV_NOHUGEPAGE, mmap.MADV_DONTFORK)  # a huge page is more than a block may be
 
 
@@ -26,7 +26,7 @@ class BlockMemory:
         self._tile_bytes, self._range_tokens = tile_bytes, range_tokens
         self._held: dict[int, frozenset[int]] = {}  # by a range's start
         size = num_ranges * range_tokens // TILE_TOKENS * tile_bytes
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._memory = mmap.mmap(-1, size, flags=flags)
         for advice in _ADVICE:
             with contextlib.suppress(OSError):  # a system without it does as well

@@ -12,7 +12,7 @@ import mmap
 import os
 
 _MAP_FIXED = 0x10
-_MAP_NORESERVE = 0x4000
+MAP_NORESERVE = 0x4000
 _MAP_POPULATE = 0x8000
 _PROT_NONE = 0
 _FAILED = ctypes.c_void_p(-1).value
@@ -49,12 +49,12 @@ class LinuxMemory:
         # One mapping of all pages in a row, to access a page whatever range maps it.
         self._pool_size = page_bytes * num_pages
         protection = mmap.PROT_READ | mmap.PROT_WRITE
-        flags = mmap.MAP_SHARED | _MAP_NORESERVE
+        flags = mmap.MAP_SHARED | MAP_NORESERVE
         self._pool = _mmap(0, self._pool_size, protection, flags, self._fd, 0)
 
     def reserve(self, size_bytes: int) -> int:
         assert not self._address, "one reservation per object"
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
         self._address = _mmap(0, size_bytes, _PROT_NONE, flags, -1, 0)
         self._size = size_bytes
         return self._address
@@ -93,7 +93,7 @@ class LinuxMemory:
     def unmap(self, offset: int, num_pages: int) -> None:
         size = num_pages * self.page_bytes
         assert 0 <= offset <= self._size - size, f"{offset=} {size=}"
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | _MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_FIXED | MAP_NORESERVE
         _mmap(self._address + offset, size, _PROT_NONE, flags, -1, 0)
 
     def release(self, first_page: int, num_pages: int) -> None:

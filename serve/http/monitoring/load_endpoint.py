@@ -95,9 +95,9 @@ def load_routes(context: ApiContext) -> list[Route]:
             forecast = engine.forecast(asked.prompt_tokens, asked.cached_tokens)
             return _answer(call, asked.prompt_tokens, asked.cached_tokens, forecast)
         request = await _tokenized(call, asked)
-        # names of many pages take a while
         # which rows a kv_policy computes in any case depends on the answer's length
         whole = replace(request, params=request.params.changed(max_tokens=asked.max_tokens))
+        # names of many pages take a while
         cached = await call.charge.run(lambda: engine.num_cached_tokens(whole))
         forecast = engine.forecast(request, cached)
         return _answer(call, len(request.prompt_token_ids), cached, forecast)

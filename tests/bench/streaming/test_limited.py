@@ -103,7 +103,13 @@ def test_a_failed_process_says_why() -> None:
 
 
 def found(tokens_s: float, llama_s: float, *, is_equal: bool = True) -> limited.Round:
-    here = {"tokens_s": tokens_s, "is_equal": is_equal, "read_s": 8e6, "disk_s": 1e7, "hits": None}
+    here = {
+        "tokens_s": tokens_s,
+        "is_equal": is_equal,
+        "read_rate": 8e6,
+        "disk_rate": 1e7,
+        "hits": None,
+    }
     llama = {"tokens_s": llama_s, "read": 3e6, "seconds": 3.0, "file": 25.0}
     return limited.Round(here, llama, [10**8, 2 * 10**8])
 
@@ -138,4 +144,4 @@ def test_from_end_to_end(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     rounds = json.loads(file.read_text())
     (one,) = rounds["3"]
     assert asked == [3] and len(one["free"]) == 2
-    assert one["here"]["is_equal"] and one["here"]["read_s"] > 0
+    assert one["here"]["is_equal"] and one["here"]["read_rate"] > 0
