@@ -102,10 +102,10 @@ class HotExperts:
     def _wanted(self) -> list[tuple[int, int, int]]:
         """Returns the slots and the experts that take them, hottest first."""
         heat = np.where(self._exists & (self.slot_of < 0), self._heat, 0.0).reshape(-1)
-        hottest = np.argsort(-heat, kind="stable")[: len(self._raw)]
+        hottest = _smallest(-heat, len(self._raw))
         layers, experts = self._owner.T
         held = np.where(layers < 0, -np.inf, self._heat[layers, experts])
-        coldest = np.argsort(held, kind="stable")[: len(self._raw)]
+        coldest = _smallest(held, len(self._raw))
         width = self._heat.shape[1]
         return [
             (int(slot), int(new) // width, int(new) % width)
@@ -125,3 +125,10 @@ class HotExperts:
         self._owner[slot] = layer, expert
         self.slot_of[layer, expert] = slot
         self._table[layer, expert].fill_(slot)
+
+
+def _smallest(values: np.ndarray, count: int) -> Ints:
+    """Returns the places of the smallest values, in order, without sorting all experts."""
+    some = np.argpartition(values, count)[:count] if count < len(values) else np.arange(len(values))
+    order: Ints = some[np.argsort(values[some], kind="stable")]
+    return order
