@@ -81,6 +81,7 @@ def test_evicted_pages_are_loaded_again(thread_workers, tmp_path, expected, grid
     """Memory holds a few of the prompts."""
     with group_of(grid, tmp_path, num_pages=16) as llm:
         assert tokens(llm) == expected
+        quiet_stats(llm)
         assert tokens(llm) == expected
         stats = quiet_stats(llm)
     assert stats.prefix_evicted_pages > 0

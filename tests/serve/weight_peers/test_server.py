@@ -97,11 +97,11 @@ def test_a_peer_that_has_gone_does_not_wait_for_the_rate(
 def test_others_connect_and_a_stop_comes_while_checksums_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = threading.Event()
+    begun, stopped = threading.Event(), threading.Event()
 
     def checksum(_: object) -> int:
         begun.set()
-        time.sleep(0.2)
+        stopped.wait(0.2)
         return 0
 
     monkeypatch.setattr("serve.models.packed_cache.writer.checksum_of", checksum)
@@ -119,6 +119,7 @@ def test_others_connect_and_a_stop_comes_while_checksums_are_made(
     assert server.snapshot().peers == 2
     second.close()
     assert end_of(server.close, 3.0) is None
+    stopped.set()
     asking.join()
     assert server.snapshot().refused == 0
 
