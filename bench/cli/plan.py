@@ -173,7 +173,7 @@ def plan(
             parser=parse_size,
             metavar="SIZE",
             help="Bytes a second of the disk, such as 500M, for K/V and for weights; by default"
-            " measured here, and 5 GB/s for weights elsewhere.",
+            " measured here, and 5 GB/s beside a GPU.",
             show_default=False,
             rich_help_panel=_OFFLOAD,
         ),
@@ -210,7 +210,7 @@ def plan(
         typer.Option(
             parser=parse_size,
             metavar="SIZE",
-            help="Bytes a second from it to the GPU; the default is 25G.",
+            help="Bytes a second from it to the GPU; the default is 25 GB/s.",
             show_default=False,
             rich_help_panel=_BEYOND,
         ),

@@ -88,28 +88,38 @@ def beyond_memory(
     asked: Beyond,
     measure: Callable[[], float] | None = None,
 ) -> BeyondMemory | None:
-    """Returns None if the weights fit and no bound was asked for, where the server has no such way,
-    and if even the parts of a step do not fit. measure: returns this disk's bytes a second.
-    ConfigError if what was asked for is not possible."""
+    """Returns None if the weights fit and no weight_bytes were asked for. Where a server has no
+    such way, or even the parts of a step do not fit: ConfigError if anything was asked for, else
+    None. context: tokens of each sequence. measure: returns this disk's bytes a second."""
     device = cost.machine.device
     is_beside = device.kind == "gpu" and device.backend == "cuda"
-    for name in ("host", "host_bytes", "link"):
-        if getattr(asked, name) is not None and not is_beside:
-            raise ConfigError(f"host, host-memory and link-rate need a GPU, not {device.name}")
-    is_asked = asked.weight_bytes is not None
-    if cost.machine.num_devices > 1 or not (is_asked or kv_bytes(cost) <= 0):
+    if not is_beside and (asked.host, asked.host_bytes, asked.link) != (None, None, None):
+        raise ConfigError(
+            f"host, host-memory and link-rate need a GPU with CUDA, not {device.name}"
+        )
+    if asked.weight_bytes is None and kv_bytes(cost) > 0:
         return None
     budget = asked.weight_bytes or int(SHARE_OF_FREE * device.memory_bytes)
     try:
+        _check(cost, asked)
         if is_beside:
             return _beside_gpu(cost, batches, context, devices, asked, budget)
-        if device.name != HERE and asked.disk is None:
-            return None
         return _from_disk(cost, batches, context, asked, budget, measure)
     except ConfigError:
-        if is_asked or asked != Beyond():
-            raise
-        return None
+        if asked == Beyond():
+            return None
+        raise
+
+
+def _check(cost: MachineCost, asked: Beyond) -> None:
+    """Raises ConfigError if a server on this machine keeps all weights in memory."""
+    machine, device = cost.machine, cost.machine.device
+    if machine.num_devices > 1:
+        raise ConfigError(f"weights beyond memory need one device, not {machine.name}")
+    if device.kind == "gpu" and device.backend != "cuda":
+        raise ConfigError(f"weights beyond memory need a CPU or CUDA, not {device.name}")
+    if device.kind == "cpu" and device.name != HERE and asked.disk is None:
+        raise ConfigError("weights beyond memory need disk-rate for a CPU that is not here")
 
 
 def _from_disk(

@@ -59,11 +59,14 @@ def test_nothing_is_said_where_the_weights_fit_or_of_other_machines() -> None:
     assert beyond_memory(cost_on(3e8, "llama-3.1-8b"), (1,), 512, *PLAIN) is None
 
 
-def beside(
-    model: str, gpu: str, batches: tuple[int, ...] = (1, 8), **asked: object
-) -> BeyondMemory:
-    machine = Machine(DEVICES[gpu])
-    cost = MachineCost(load_shape(model), INT8, machine, expected("gpu", INT8))
+def plain_cost(model: str, name: str, num_devices: int = 1) -> MachineCost:
+    device = DEVICES[name]
+    machine = Machine(device, num_devices)
+    return MachineCost(load_shape(model), INT8, machine, expected(device.kind, INT8))
+
+
+def beside(model: str, gpu: str, **asked: object) -> BeyondMemory:
+    cost = plain_cost(model, gpu)
     found = beyond_memory(cost, (1, 8), 512, DEVICES, Beyond(**asked))  # type: ignore[arg-type]
     assert found is not None
     return found
@@ -96,9 +99,7 @@ def test_the_host_computes_experts_some_of_which_are_on_the_disk() -> None:
 
 
 def test_room_for_hot_experts_is_kept_as_a_server_keeps_it() -> None:
-    cost = MachineCost(
-        load_shape("qwen3-30b-a3b"), INT8, Machine(DEVICES["rtx-4090"]), expected("gpu", INT8)
-    )
+    cost = plain_cost("qwen3-30b-a3b", "rtx-4090")
     needs = device_needs(cost.shape, INT8)
     experts = needs.layers[0].experts
     for taken in range(4):  # quarters of a layer's experts
@@ -118,7 +119,23 @@ def test_what_is_asked_for_and_not_possible_is_named() -> None:
         beside("llama-3.1-70b", "rtx-4090", host="l4")
     with pytest.raises(ConfigError, match=r"host_weight_bytes .* too little"):
         beside("llama-3.1-70b", "rtx-4090", host_bytes=1 << 20)
-    with pytest.raises(ConfigError, match="need a GPU, not here"):
+    with pytest.raises(ConfigError, match="need a GPU with CUDA, not here"):
         beyond_memory(cost_on(6e9, "llama-3.1-8b"), (1,), 512, DEVICES, Beyond(link=1e9))
-    cost = MachineCost(load_shape("default"), INT8, Machine(DEVICES["l4"]), expected("gpu", INT8))
+    assert beyond_memory(plain_cost("default", "l4"), (1,), 512, DEVICES, Beyond()) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "asked", "message"),
+    [
+        (("l4", 2), Beyond(disk=1e9), "need one device, not 2xl4"),
+        (("mi300x",), Beyond(disk=1e9), "need a CPU or CUDA, not mi300x"),
+        (("ryzen-9950x",), Beyond(weight_bytes=9 << 30), "need disk-rate for a CPU that is not"),
+    ],
+)
+def test_a_machine_without_such_a_way(
+    machine: tuple[str, int], asked: Beyond, message: str
+) -> None:
+    cost = plain_cost("llama-3.1-405b", *machine)
+    with pytest.raises(ConfigError, match=message):
+        beyond_memory(cost, (1,), 512, DEVICES, asked)
     assert beyond_memory(cost, (1,), 512, DEVICES, Beyond()) is None
