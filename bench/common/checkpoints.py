@@ -65,11 +65,18 @@ def _tell(text: str) -> None:
     Console(stderr=True).print(text, markup=False, highlight=False, soft_wrap=True)
 
 
-def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bool = True) -> Path:
+def random_checkpoint(
+    shape: str,
+    config: dict[str, Any] | None = None,
+    *,
+    folder: Path | None = None,
+    has_weights: bool = True,
+) -> Path:
     """Returns the checkpoint's directory. The first call makes it from a fixed seed.
 
-    A checkpoint without weights is for the setting load_format=random. ConfigError if the disk has
-    no room for the weights; a checkpoint that was not written to its end leaves nothing behind.
+    shape: one of SHAPES, or with the config.json of another one any name for it. A checkpoint
+    without weights is for the setting load_format=random. ConfigError if the disk has no room for
+    the weights; a checkpoint that was not written to its end leaves nothing behind.
     """
     path = (folder or cache_folder()) / f"random-{shape}"
     needed = [SINGLE, INDEX] if has_weights else ["tokenizer_config.json"]
@@ -78,7 +85,7 @@ def random_checkpoint(shape: str, *, folder: Path | None = None, has_weights: bo
     path.parent.mkdir(parents=True, exist_ok=True)
     made = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
     try:
-        write_random(made, config_of(shape), shape, has_weights=has_weights)
+        write_random(made, config or config_of(shape), shape, has_weights=has_weights)
         made.chmod(0o755)
         if not any((path / name).is_file() for name in needed):  # another call may have written it
             _replace(made, path)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,11 +36,10 @@ from rich.table import Table
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import cache_folder, random_checkpoint
 from bench.streaming.ballast import limit
-from bench.streaming.run import mixture_checkpoint, prompts, written
+from bench.streaming.run import child, llama_child, mixture_checkpoint, prompts
 from serve.cli.config_file import parse_size
-from serve.machine import available_memory, memory_parts, usable_processors
+from serve.machine import available_memory, memory_parts
 
-_ROOT = Path(__file__).parents[2]
 _ANSWERS = "answers.json"
 _LLAMA_3B = {
     "hidden_size": 3072,
@@ -58,21 +56,6 @@ class Round:
     here: dict[str, Any]
     llama: dict[str, float]
     free: list[int] = field(default_factory=list)
-
-
-def child(command: Sequence[str], job: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a module printed for a job. SystemExit with what it said if it failed."""
-    done = subprocess.run(
-        [command[0], "-m", *command[1:]],
-        input=json.dumps(job),
-        capture_output=True,
-        text=True,
-        cwd=_ROOT,
-    )
-    if done.returncode:
-        raise SystemExit(f"{command[1]} failed ({done.returncode}):\n{done.stderr[-2000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def here(job: dict[str, Any]) -> dict[str, Any]:
@@ -97,9 +80,7 @@ def llama_cpp(args: argparse.Namespace, tokens: Sequence[Sequence[int]]) -> dict
     asked = prompts(len(tokens))
     sequences = [prompt + list(answer) for prompt, answer in zip(asked, tokens, strict=True)]
     job = {"sequences": sequences, "prompt": len(asked[0])}
-    threads = str(usable_processors())
-    module = ["bench.streaming.mapped_model", str(args.gguf.resolve()), "--threads", threads]
-    found: dict[str, float] = child([args.llama_python, *module], job)
+    found: dict[str, float] = llama_child("bench.streaming.mapped_model", args, job)
     found["tokens_s"] = len(tokens) * len(tokens[0]) / found["seconds"]
     return found
 
@@ -135,7 +116,7 @@ def checkpoint(args: argparse.Namespace) -> Path:
         return mixture_checkpoint()
     if args.model:
         return random_checkpoint(args.model)
-    return written("random-llama-3b", config_of("llama-1b") | _LLAMA_3B)
+    return random_checkpoint("llama-3b", config_of("llama-1b") | _LLAMA_3B)
 
 
 def run(args: argparse.Namespace) -> dict[int, list[Round]]:

@@ -16,13 +16,13 @@ from typing import Any
 
 from bench.streaming.run import (
     Answers,
-    anonymous_bytes,
     answer,
     measure,
     open_model,
     packed_file,
     stream_of,
 )
+from serve.machine import memory_parts
 
 _ALL = 1 << 40
 
@@ -42,7 +42,7 @@ def measured(job: dict[str, Any]) -> dict[str, Any]:
         args = argparse.Namespace(tokens=job["tokens"], mixture=job["mixture"], checkpoint=None)
         one, _ = measure(llm, packed_file(packed), count, args, Answers(**job["answers"]))
         return asdict(one) | {
-            "anonymous": anonymous_bytes(),
+            "anonymous": memory_parts()["anonymous"],
             "in_memory": stream_of(llm).num_bytes,
         }
     finally:

@@ -7,7 +7,6 @@ text, and `live` tensors are [rows, neurons] of booleans.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,7 +102,7 @@ def liveness(layer: Activations, rank: int, seed: int = 0, steps: int = 200) -> 
     order = made.float().mean(0).argsort(descending=True)
     grouped = any_of(met[draw], BATCH)
     scores = predict(layer.inputs[:count], made, layer.inputs[count:], rank, seed, steps)
-    half, most = (scores >= threshold(scores, met, recall) for recall in (0.95, 0.99))
+    many, most = (scores >= threshold(scores, met, recall) for recall in (0.95, 0.99))
     recent = in_window(met, _SIGHT)
     return Liveness(
         share(met),
@@ -112,7 +111,7 @@ def liveness(layer: Activations, rank: int, seed: int = 0, steps: int = 200) -> 
         (share(panels(met[:, order])), share(panels(grouped[:, order]))),
         share(met[_SIGHT:] & ~recent),
         share(recent),
-        (share(half), share(most)),
+        (share(many), share(most)),
         share(any_of(most[draw], BATCH)),
     )
 
@@ -167,10 +166,6 @@ def predict(
         optimizer.step()
     with torch.no_grad():
         return high(low(F.rms_norm(met, (hidden,))))
-
-
-def mean_of(layers: Sequence[float]) -> float:
-    return sum(layers) / len(layers)
 
 
 def _generator(seed: int) -> torch.Generator:

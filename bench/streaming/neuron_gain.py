@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from rich.table import Table
 from torch import Tensor
 
-from bench.streaming.live_neurons import BATCH, PANEL, Liveness, mean_of
+from bench.streaming.live_neurons import BATCH, PANEL, Liveness
 from ops.backend import Fusion, LinearOp
 from ops.cpu.native_quantized_linear import NATIVE
 
@@ -75,13 +76,13 @@ def plain(hidden: int, count: int) -> Run:
 def chosen_shares(layers: Sequence[Liveness], rows: int) -> dict[str, float]:
     """Returns the shares of neurons that each way computes with, of all layers."""
     at = 0 if rows == 1 else 1
-    live = mean_of([each.one if rows == 1 else each.eight for each in layers])
+    live = fmean(each.one if rows == 1 else each.eight for each in layers)
     predicted = [each.predicted[1] if rows == 1 else each.predicted_eight for each in layers]
     return {
         "gate first, neighbours": live,
-        "gate first, panels": mean_of([each.panels[at] for each in layers]),
-        "gate first, panels by heat": mean_of([each.sorted_panels[at] for each in layers]),
-        "predictor, neighbours": mean_of(predicted),
+        "gate first, panels": fmean(each.panels[at] for each in layers),
+        "gate first, panels by heat": fmean(each.sorted_panels[at] for each in layers),
+        "predictor, neighbours": fmean(predicted),
         "for nothing, neighbours": live,
     }
 
@@ -121,9 +122,9 @@ def disk_rows(layers: Sequence[Liveness], read_cost: Callable[[float], float]) -
     by one, over that of reading all of them in large pieces."""
     rows = []
     for where, part in (
-        ("disk, 1", mean_of([each.one for each in layers])),
-        ("disk, 1, not in the last 5", mean_of([each.fresh for each in layers])),
-        (f"disk, {BATCH}", mean_of([each.eight for each in layers])),
+        ("disk, 1", fmean(each.one for each in layers)),
+        ("disk, 1, not in the last 5", fmean(each.fresh for each in layers)),
+        (f"disk, {BATCH}", fmean(each.eight for each in layers)),
     ):
         spent = read_cost(part)
         rows.append(gain_row("gate first", where, part, (1 + 2 * spent) / 3))

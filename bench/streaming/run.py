@@ -45,8 +45,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.common.checkpoint_shapes import config_of
-from bench.common.checkpoints import cache_folder, random_checkpoint, write_random
-from bench.common.safetensors_writer import INDEX, SINGLE
+from bench.common.checkpoints import random_checkpoint, write_random
 from bench.streaming.expert_guesses import (
     ALWAYS,
     NEVER,
@@ -62,7 +61,7 @@ from serve.engine.llm import LLM
 from serve.loading.streaming import experts as streamed_experts
 from serve.loading.streaming.speeds import disk_speed
 from serve.loading.streaming.stream import WeightStream
-from serve.machine import usable_processors
+from serve.machine import memory_parts, usable_processors
 from serve.sampling_params import SamplingParams
 
 _PROMPT, _KV_BYTES = 8, 256 << 20
@@ -223,15 +222,31 @@ def mapped(
         "experts": traced.slots,
         "start": traced.start,
     }
-    command = [args.llama_python, "-m", "bench.streaming.mapped_experts", str(args.gguf)]
-    command += ["--threads", str(usable_processors())]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, input=json.dumps(job), capture_output=True, text=True, check=True, cwd=root
-    )
-    found: dict[str, dict[str, float]] = json.loads(done.stdout)
+    found = llama_child("bench.streaming.mapped_experts", args, job)
     for each in found.values():
         each["tokens_s"] = requests * args.tokens / each["seconds"]
+    return found
+
+
+def llama_child(module: str, args: argparse.Namespace, job: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a module found in the Python that has llama.cpp."""
+    threads = ["--threads", str(usable_processors())]
+    return child([args.llama_python, module, str(args.gguf.resolve()), *threads], job)
+
+
+def child(command: Sequence[str], job: dict[str, Any]) -> dict[str, Any]:
+    """Returns what a module printed for a job. SystemExit with what it said if it failed. command:
+    the Python, the module and its options."""
+    done = subprocess.run(
+        [command[0], "-m", *command[1:]],
+        input=json.dumps(job),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    if done.returncode:
+        raise SystemExit(f"{command[1]} failed ({done.returncode}):\n{done.stderr[-2000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
 
 
@@ -246,23 +261,7 @@ def packed_file(folder: Path) -> Path:
 def mixture_checkpoint() -> Path:
     """Returns an OLMoE with few layers, which is written once."""
     config = config_of("olmoe-1b-7b") | {"num_hidden_layers": _MIXTURE_LAYERS}
-    return written("random-olmoe-few-layers", config)
-
-
-def written(name: str, config: dict[str, Any]) -> Path:
-    """Returns a checkpoint with random weights of this configuration, which is written once."""
-    path = cache_folder() / name
-    if not any((path / file).exists() for file in (SINGLE, INDEX)):
-        path.mkdir(parents=True, exist_ok=True)
-        write_random(path, config, name.removeprefix("random-"), has_weights=True)
-    return path
-
-
-def anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) << 10
-    return 0
+    return random_checkpoint("olmoe-few-layers", config)
 
 
 def beside(console: Console, program: str, gguf: Path, counts: Sequence[int]) -> None:
@@ -324,7 +323,7 @@ def run_model(args: argparse.Namespace, model: Path) -> list[Measured]:
         stream = stream_of(llm)
         console.print(
             f"{model.name}: {total / 1e6:,.0f} MB of weights, {stream.num_bytes / 1e6:,.0f} MB in"
-            f" memory; anonymous memory of the process {anonymous_bytes() / 1e6:,.0f} MB"
+            f" memory; anonymous memory of the process {memory_parts()['anonymous'] / 1e6:,.0f} MB"
         )
         llm.shutdown()
     show(console, args, found, traces)
@@ -379,6 +378,10 @@ def main() -> None:
     parser.add_argument("--trace", type=Path, help="where the experts that were used are written")
     parser.add_argument("--json", type=Path, help="where the figures are written")
     args = parser.parse_args()
+    if (args.llama_python or args.llama_server) and not args.gguf:
+        parser.error("--llama-python and --llama-server need --gguf")
+    if args.llama_python and (args.checkpoint or not args.mixture):
+        parser.error("--llama-python needs --mixture, without --checkpoint")
     args.mixture |= args.checkpoint is not None
     run(args)
 

@@ -101,6 +101,15 @@ def test_the_bytes_of_a_real_checkpoint(shape: str, size_gb: float, tmp_path: Pa
     assert total == pytest.approx(size_gb * 1e9, rel=0.01)
 
 
+def test_another_configuration_has_a_name_of_its_own(tmp_path: Path) -> None:
+    config = SMALL["llama"]
+    path = random_checkpoint("other", config, folder=tmp_path)
+    assert json.loads((path / "config.json").read_text()) == config
+    written = (path / SINGLE).stat()
+    assert random_checkpoint("other", config, folder=tmp_path) == path == tmp_path / "random-other"
+    assert (path / SINGLE).stat().st_mtime_ns == written.st_mtime_ns, "it is written once"
+
+
 @pytest.mark.parametrize("kind", SMALL)
 def test_a_checkpoint_loads_and_answers(kind: str, tmp_path: Path) -> None:
     path = write(tmp_path / kind, SMALL[kind])
