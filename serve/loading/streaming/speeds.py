@@ -32,9 +32,10 @@ def measure_speeds(path: Path) -> Speeds:
 
 def folder_speed(folder: Path) -> float:
     """Returns the bytes a second at which a file of this folder is read, which is made. OSError."""
+    chunk = os.urandom(1 << 20)  # what a file system that compresses does not shrink
     with tempfile.NamedTemporaryFile(dir=folder, suffix=UNFINISHED) as file:
         for _ in range(_FILE_BYTES >> 20):
-            file.write(bytes(1 << 20))
+            file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
         return disk_speed(Path(file.name))

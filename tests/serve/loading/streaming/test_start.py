@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import zlib
 from pathlib import Path
 
 import pytest
@@ -98,3 +99,20 @@ def test_memory_is_read_by_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     assert speeds.memory_speed() == PAGE
     assert seen and set(seen) == {3} and torch.get_num_threads() == before
+
+
+def test_a_folder_is_measured_with_what_cannot_be_compressed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = []
+
+    def disk_speed(path: Path) -> float:
+        content = path.read_bytes()
+        sizes.append((len(content), len(zlib.compress(content, 1))))
+        return 5.0
+
+    monkeypatch.setattr(speeds, "disk_speed", disk_speed)
+    monkeypatch.setattr(speeds, "_FILE_BYTES", 2 << 20)
+    assert speeds.folder_speed(tmp_path) == 5.0
+    assert sizes[0][0] == 2 << 20 <= sizes[0][1]
+    assert not list(tmp_path.iterdir())
