@@ -122,10 +122,10 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--eval-dialogs", type=int, help="the number of dialogs that are judged")
     parser.add_argument("--smoke", action="store_true", help="a few steps of a tiny model")
     args = parser.parse_args()
+    if args.top_k < 1:
+        parser.error("--top-k: at least 1")
     if args.experts and (args.start is None or args.experts % args.top_k):
         parser.error("--experts: --start is needed, and a multiple of --top-k")
-    if args.experts and args.sparse:
-        parser.error("--sparse: the activations of experts have no part in the loss")
     return args
 
 
@@ -139,14 +139,24 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 
 def beginning(args: argparse.Namespace, plan: Plan) -> tuple[Llama, Tokenizer]:
-    """Returns the model before the training, and its tokenizer."""
+    """Returns the model before the training, and its tokenizer. SystemExit names an option that the
+    model of --start does not allow."""
     if args.start is None:
         model = Llama(plan.shape)
         model.init_weights()
         return model, train_tokenizer(plan.shape.vocab_size, plan.tokenizer_dialogs)
     model = read_model(args.start, args.activation)
     if args.experts:
+        size = model.shape.intermediate_size
+        if model.shape.num_local_experts:
+            raise SystemExit("--experts: --start is a mixture already")
+        if size % args.top_k:
+            raise SystemExit(
+                f"--top-k: {args.top_k} does not divide the intermediate_size {size} of --start"
+            )
         model = as_mixture(model, args.experts, args.top_k)
+    if args.sparse and model.shape.num_local_experts:
+        raise SystemExit("--sparse: activations of experts have no part in the loss")
     return model, Tokenizer.from_file(str(args.start / "tokenizer.json"))
 
 

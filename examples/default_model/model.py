@@ -92,12 +92,11 @@ class MLP(nn.Module):
         self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
         self.activation = ACTIVATIONS[shape.hidden_act]
-        self.size = torch.zeros(())  # of the last call's activations, which a loss can make small
+        self.activations = torch.zeros(())  # of the last call, which a loss can make small
 
     def forward(self, x: Tensor) -> Tensor:
-        gate = self.activation(self.gate_proj(x))
-        self.size = gate.float().abs().mean()
-        return self.down_proj(gate * self.up_proj(x))
+        self.activations = self.activation(self.gate_proj(x))
+        return self.down_proj(self.activations * self.up_proj(x))
 
 
 class Expert(nn.Module):
@@ -204,5 +203,5 @@ class Llama(nn.Module):
             if isinstance(part, Mixture):
                 loss = loss + BALANCE * part.imbalance
             elif isinstance(part, MLP) and sparse:
-                loss = loss + sparse * part.size
+                loss = loss + sparse * part.activations.float().abs().mean()
         return loss

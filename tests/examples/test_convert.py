@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,10 +11,12 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from examples import train_default_model
 from examples.default_model import convert
 from examples.default_model.convert import as_mixture, read_model
 from examples.default_model.export import write_model
 from examples.default_model.model import MLP, Llama, Mixture, Shape
+from examples.train_default_model import Plan
 from serve.config import default_model_path
 from serve.engine.llm import LLM
 from serve.sampling_params import SamplingParams
@@ -98,8 +102,44 @@ def batch() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def test_loss_of_activations() -> None:
     dense = small(replace(SHAPE, hidden_act="relu"))
     without, with_size = (float(dense.loss(*batch(), sparse=each)) for each in (0.0, 2.0))
-    sizes = sum(float(part.size) for part in dense.modules() if isinstance(part, MLP))
+    layers = [part.activations for part in dense.modules() if isinstance(part, MLP)]
+    assert [each.shape for each in layers] == [(1, len(PROMPT), SHAPE.intermediate_size)] * 2
+    sizes = sum(float(each.abs().mean()) for each in layers)
     assert with_size - without == pytest.approx(2.0 * sizes, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--experts 10 --top-k 5", "--top-k: 5 does not divide the intermediate_size 96 of --st"),
+        ("--experts 8 --top-k 3", "--experts: --start is needed, and a multiple of --top-k"),
+        ("--experts 8 --top-k 0", "--top-k: at least 1"),
+        ("--experts 8 --top-k 2 --sparse 1", "--sparse: activations of experts have no part"),
+    ],
+)
+def test_options_that_do_not_go_together(
+    options: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write(tmp_path, small())
+    command = f"train --out {tmp_path} --start {tmp_path} {options}"
+    monkeypatch.setattr(sys, "argv", command.split())
+    with pytest.raises(SystemExit) as raised:
+        train_default_model.beginning(train_default_model.parse_args(), Plan())
+    assert message in f"{raised.value}" + capsys.readouterr().err
+
+
+def test_a_mixture_is_not_cut_again(tmp_path: Path) -> None:
+    write(tmp_path, as_mixture(small(), num_experts=4, top_k=2))
+    args = argparse.Namespace(start=tmp_path, activation=None, experts=4, top_k=2, sparse=0.0)
+    with pytest.raises(SystemExit, match="--experts: --start is a mixture already"):
+        train_default_model.beginning(args, Plan())
+    args.experts, args.sparse = 0, 1.0
+    with pytest.raises(SystemExit, match="--sparse: activations of experts"):
+        train_default_model.beginning(args, Plan())
 
 
 def test_routers_are_trained() -> None:
