@@ -155,6 +155,7 @@ class ExpertSlots:
         guessed, missing = self._ahead
         if guessed != mixture or not len(missing):
             return
+        self._ahead = -1, missing  # a step of many rows guesses nothing after it
         used = int(np.isin(missing, wanted).sum())
         if self._is_read:
             self.stats.used_guesses += used

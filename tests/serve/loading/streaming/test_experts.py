@@ -181,6 +181,15 @@ def test_guesses_for_which_there_is_no_room_are_not_counted() -> None:
     assert slots.stats.guesses == slots.stats.used_guesses == 0
 
 
+def test_a_guess_is_judged_once() -> None:
+    """Steps of many rows make no guesses after it."""
+    slots, _, op = make(12)
+    slots.compute(0, torch.randn(1, 4), routing([[0, 1]]), None, lambda: torch.tensor([6, 7]))
+    for _ in range(3):
+        compute(slots, op, 1, [[6, 7]])
+    assert slots.stats.guesses == slots.stats.used_guesses == 2
+
+
 def test_guesses_that_come_true_are_read_ahead_and_others_are_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
