@@ -17,7 +17,6 @@ from memory.tiers.direct_io import choose_io, open_block_file, open_direct
 from ops.cpu import native_library
 from serve.loading.streaming.placement import Speeds
 from serve.loading.streaming.units import PIECE_BYTES, Piece
-from serve.models.packed_cache.folder import UNFINISHED
 from serve.models.packed_cache.region import huge_pages
 
 _IN_FLIGHT = 32
@@ -31,25 +30,33 @@ def measure_speeds(path: Path) -> Speeds:
 
 
 def folder_speed(folder: Path) -> float:
-    """Returns the bytes a second at which a file of this folder is read, which is made. OSError."""
+    """Returns the bytes a second at which a file of this folder is read. It is made for that, and
+    has no name. OSError."""
     chunk = os.urandom(1 << 20)  # what a file system that compresses does not shrink
-    with tempfile.NamedTemporaryFile(dir=folder, suffix=UNFINISHED) as file:
+    with tempfile.TemporaryFile(dir=folder) as file:
         for _ in range(_FILE_BYTES >> 20):
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
-        return disk_speed(Path(file.name))
+        return _speed(Path(f"/proc/self/fd/{file.fileno()}"), folder)
 
 
 def disk_speed(path: Path, pieces: Sequence[Piece] = (), seconds: float = _DISK_S) -> float:
     """Returns the bytes a second of direct reads as streaming makes them, into memory that is
     there. pieces: what is read, again and again; none: the file from its beginning. OSError."""
+    return _speed(path, path.parent, pieces, seconds)
+
+
+def _speed(
+    path: Path, folder: Path, pieces: Sequence[Piece] = (), seconds: float = _DISK_S
+) -> float:
+    """folder: of the disk."""
     fd, is_direct = open_direct(path, os.O_RDONLY)
     try:
         size = os.fstat(fd).st_size
         whole = [Piece(at, PIECE_BYTES, 0) for at in range(0, size - PIECE_BYTES + 1, PIECE_BYTES)]
         try:
-            io = choose_io(path.parent)
+            io = choose_io(folder)
         except OSError:
             io = "threads"  # a folder that cannot be written to
         file = open_block_file(fd, is_direct=is_direct, depth=_IN_FLIGHT, io=io)
