@@ -293,7 +293,6 @@ class OffloadedPlan(ExpectsQueries):
         """Stores k and v of a layer, without attention."""
         self._begin_layer(layer, _NO_TILES, self._tiles.fresh)
         self._append(layer, k, v, rotation)
-        self._attention.units.end()
         self._end_layer(layer)
 
     def _end_layer(self, layer: int) -> None:

@@ -333,11 +333,11 @@ class TiledLocalPlan:
         self._parts = parts
 
     def begin(self, layer: int, q: Tensor) -> Ticket:
-        selects = self._layout.bounds[layer] is not None
-        is_one_call = selects and (self._parts or not self._step.can_begin)
         begun = None
-        if self._is_eager and not is_one_call:
-            begun = self._ops[layer].begin(self._step, q.float())
+        if self._is_eager:
+            selects = self._layout.bounds[layer] is not None
+            if not selects or (self._step.can_begin and not self._parts):
+                begun = self._ops[layer].begin(self._step, q.float())
         return Ticket(layer, q, begun)
 
     def finish(

@@ -79,7 +79,7 @@ class TiledAttentionStep:
         assert all(0 <= n <= count for n, count in rows), f"{num_selecting=} of {self._counts}"
         assert len(budgets) == sum(num_selecting), "a budget for each row that selects"
         assert all(n > 0 for n in budgets), f"{budgets=}"
-        self._selects = True
+        self._selects = bool(budgets)
         self.plan.select(list(num_selecting), list(budgets))
 
     @property

@@ -16,10 +16,12 @@ pytestmark = [
     pytest.mark.usefixtures("seeded"),
 ]
 
-LENGTHS = (5, 70, 129, 700, 1041, 1300, 2100)
-"""The keys of the sequences, own ones included, on both sides of borders of runs of the kernel."""
-BUDGETS = (1, 2, 9, 44, 9, 20, 70)
+LENGTHS = (5, 70, 129, 700, 704, 1041, 1300, 2100)
+"""The keys of the sequences, own ones included, on both sides of borders of tiles and of runs of
+the kernel."""
+BUDGETS = (1, 2, 9, 44, 43, 9, 20, 70)
 """In tiles; the first sequence and the fourth read everything."""
+RUN_TOKENS = 64
 SWITCHES = ({}, {"soft_cap": 2.0}, {"sinks": [0.0, 3.0, -5.0, 9]})
 SHAPE = {"heads": 4, "kv_heads": 2, "dim": 32, "tokens": 2100, "has_bounds": True}
 
@@ -62,16 +64,20 @@ def test_two_calls_have_the_bits_of_one(isa, bits, switches):
 
 
 def test_the_first_call_does_what_can_be_done(isa):
-    """Nothing that the second call adds lies before the run of the row's own key."""
+    """Of the tiles that a row chose, the second call reads those after the last whole run alone,
+    and no bounds."""
     cache, k, v = filled(8)
     q = torch.randn(len(LENGTHS), 4, 32)
     step = step_of(cache)
-    begun = cache.op.begin(step, q)
     cache.op.append(step, k, v, None)
-    expected = cache.op.attend(step, q, begun=begun.clone())
-    cache.memory[: 7 * cache.range_bytes // 8] = 0x7F  # what is read again gives NaN
+    expected = cache.op.attend(step_of(cache), q)
+    begun = cache.op.begin(step, q)
+    before = BUDGETS[-1] * TILE_TOKENS // RUN_TOKENS * RUN_TOKENS // TILE_TOKENS
+    first = (len(LENGTHS) - 1) * cache.range_bytes
+    cache.used()[first : first + before * cache.tile_bytes] = 0x7F  # what is read gives NaN
     last = cache.op.attend(step, q, begun=begun)[-1]
     assert torch.equal(last, expected[-1])
+    assert cache.op.attend(step_of(cache), q)[-1].isnan().any(), "one call reads it"
 
 
 def test_a_choice_for_another_step_between_the_calls_changes_nothing(isa):
