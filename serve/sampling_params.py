@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
-from memory.policies.setting import OFF, parse_request_policy
+from memory.policies.setting import OFF, parse_kv_policy
 from serve.errors import RequestError
 from serve.parameter_checks import as_tuple, check_float, check_int, check_length
 from serve.structured_output import StructuredOutput
@@ -175,7 +175,7 @@ class SamplingParams:
 
     def _check_kv_policy(self) -> None:
         try:
-            parse_request_policy(self.kv_policy)
+            parse_kv_policy(self.kv_policy)
         except ValueError as error:
             raise RequestError(f"kv_policy {error}", param="kv_policy") from None
 

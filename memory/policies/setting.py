@@ -114,24 +114,11 @@ def _too_few(name: str, amount: str) -> str:
     )
 
 
-def parse_request_policy(text: object) -> KVPolicy | None:
-    """Returns the policy that a request names; None for "off". ValueError, as parse_kv_policy, but
-    not for NAME:... of no policy: each engine refuses what it does not have, and says what it has
-    (serve/engine/request_limits.py)."""
-    if isinstance(text, str) and text != OFF and len(text) <= MAX_CHARS:
-        name, _, rest = text.partition(":")
-        if name not in POLICIES:
-            if not (name.isalnum() and rest):
-                raise ValueError(f"must be {OFF} or NAME:budget=AMOUNT, not {text!r}")
-            return KVPolicy(name, share=1.0)
-    return parse_kv_policy(text)
-
-
 @lru_cache(maxsize=256)
 def policy_of_request(text: str) -> KVPolicy | None:
-    """Returns what parse_request_policy does. The same text is asked for in each step of a
-    request."""
-    return parse_request_policy(text)
+    """Returns the policy that a request names; None for "off". ValueError, as parse_kv_policy. The
+    same text is asked for in each step of a request."""
+    return parse_kv_policy(text)
 
 
 class Budget(TypedDict, total=False):

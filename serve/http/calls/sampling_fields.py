@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_request_policy
+from memory.policies.setting import MAX_CHARS, OFF, POLICIES, parse_kv_policy
 from serve.errors import RequestError
 from serve.http.calls.reasoning_fields import BUDGET_FIELD
 from serve.http.calls.structured_fields import STRUCTURED_FIELDS, structured_output
@@ -59,7 +59,7 @@ def _kv_policy(value: Any, where: str, unknown: Unknown) -> str:
             code="string_above_max_length",
         )
     try:
-        parse_request_policy(value)
+        parse_kv_policy(value)
     except ValueError as error:
         raise RequestError(f"{where} {error}", param=where) from None
     return value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from memory.policies.setting import LEAST_TOKENS as LEAST
-from memory.policies.setting import POLICIES, KVPolicy, parse_kv_policy, parse_request_policy
+from memory.policies.setting import POLICIES, KVPolicy, parse_kv_policy
 
 
 def test_policies_have_a_budget_in_tokens_or_as_a_share() -> None:
@@ -80,22 +80,6 @@ def test_anything_else_is_refused(text: object, wrong: str) -> None:
     with pytest.raises(ValueError, match=r"must be|needs|must have|has a") as caught:
         parse_kv_policy(text)
     assert wrong in str(caught.value)
-
-
-def test_a_request_may_name_what_an_engine_does_not_have() -> None:
-    """Which ones it has, the engine says (serve/engine/request_limits.py)."""
-    assert parse_request_policy("off") is None
-    assert parse_request_policy("h2o:budget=25%") == parse_kv_policy("h2o:budget=25%")
-    for text in ("best:budget=25%", "best:size=1"):
-        policy = parse_request_policy(text)
-        assert policy is not None and policy.name == "best"
-        assert not policy.evicts and not policy.selects
-    for wrong in ("best", "", "\0", ":budget=1", "a b:budget=1"):
-        with pytest.raises(ValueError, match=r"^must be off or NAME:budget=AMOUNT, not"):
-            parse_request_policy(wrong)
-    for wrong in (None, 5, [], "x" * 65, "h2o", "h2o:budget=25", "h2o:budget=0%"):
-        with pytest.raises(ValueError, match=r"must|is longer|needs|has a"):
-            parse_request_policy(wrong)
 
 
 @pytest.mark.parametrize(

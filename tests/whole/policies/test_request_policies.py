@@ -94,8 +94,6 @@ def test_budgets_hold_where_kv_is_in_a_file(tmp_path):
         ("off", QUARTER, "runs with kv_policy off, .* a request may say off$"),
         ("off", "h2o:budget=25%", "kv_policy 'h2o' .* runs with kv_policy off"),
         (QUARTER, "h2o:budget=25%", "runs with .* quest; a request may say off or quest:budget"),
-        (QUARTER, "best:budget=25%", "kv_policy 'best' .* say off or quest:budget=AMOUNT$"),
-        ("off", "best:budget=25%", "kv_policy 'best' cannot .* a request may say off$"),
         (
             "h2o:budget=25%",
             QUARTER,
