@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from torch import Tensor
 
-from memory.attention.grouped import GroupedAttention
+from memory.attention.grouped import GroupedAttention, GroupedPlan
 from memory.attention.seam import (
     Attention,
     AttentionLayer,
@@ -162,16 +162,19 @@ class EvictingAttention:
         return _ScoringPlan(plan, self.store.scorer(scored)) if scored else plan
 
     def _layered(self, step: AttentionStep, shorter: Sequence[Sequence[int]]) -> Attention:
-        by_layer: list[tuple[Attention, int]] = []
+        """Returns the plan of a step in which layers have different K/V lengths."""
+        plans: list[Attention] = []
+        positions: dict[int, tuple[int, int]] = {}
         for group, numbers in zip(self._groups, self.layers_of, strict=True):
-            plans: dict[tuple[int, ...], Attention] = {}
+            found: dict[tuple[int, ...], int] = {}
             for position, layer in enumerate(numbers):
                 pairs = zip(step.kv_lens, shorter, strict=True)
                 lengths = tuple([length - (less[layer] if less else 0) for length, less in pairs])
-                if lengths not in plans:
-                    plans[lengths] = group.plan(replace(step, kv_lens=lengths))
-                by_layer.append((plans[lengths], position))
-        return _LayeredPlan(by_layer)
+                if lengths not in found:
+                    found[lengths] = len(plans)
+                    plans.append(group.plan(replace(step, kv_lens=lengths)))
+                positions[layer] = found[lengths], position
+        return GroupedPlan(plans, positions)
 
     def _rows(
         self, sequence: _Scored, start: int, row: int, num_rows: int, kv_len: int
@@ -260,21 +263,3 @@ class _ScoringPlan:
         pending = self._inner.finish(ticket, k, v, rotation)
         self._scorer.add(ticket.layer, ticket.q)
         return pending
-
-
-class _LayeredPlan:
-    """Attention for a step in which layers have different K/V lengths."""
-
-    def __init__(self, plans: Sequence[tuple[Attention, int]]) -> None:
-        """plans: for each layer, its plan and its number there."""
-        self._plans = plans
-
-    def begin(self, layer: int, q: Tensor) -> Ticket:
-        plan, position = self._plans[layer]
-        return plan.begin(position, q)._replace(layer=layer)
-
-    def finish(
-        self, ticket: Ticket, k: Tensor | None, v: Tensor | None, rotation: Rotation | None
-    ) -> Pending:
-        plan, position = self._plans[ticket.layer]
-        return plan.finish(ticket._replace(layer=position), k, v, rotation)

@@ -48,7 +48,8 @@ class GroupedPlan:
     def __init__(
         self, groups: Sequence[Attention], positions: Mapping[int, tuple[int, int]]
     ) -> None:
-        """positions: for each layer, its group and its number in the group."""
+        """groups: plans, one for each group or for some layers of one. positions: for each layer,
+        its plan and its number in the group."""
         self._groups = groups
         self._positions = positions
 
