@@ -208,14 +208,15 @@ def _check_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes, 
 def _log_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes) -> None:
     """Logs what of the memory and the file has no use, or another one than K/V."""
     assert config.kv_offload_bytes is not None
-    asked, pages = memory_bytes - sizes.recent_bytes + config.kv_offload_bytes, sizes.pages
-    if asked - sizes.pool_bytes >= pages.page_bytes:
+    asked = memory_bytes + config.kv_offload_bytes
+    used = sizes.pool_bytes + sizes.recent_bytes
+    if asked - used >= sizes.pages.page_bytes:
         logger.info(
             "kv_cache_bytes and %s are %s, of which %s could be used by max_num_seqs sequences of"
             " max_model_len; no more is taken",
             NAME,
             format_memory(asked),
-            format_memory(sizes.pool_bytes),
+            format_memory(used),
         )
     if sizes.fixed_bytes > _MOST_FIXED * memory_bytes:
         logger.warning(

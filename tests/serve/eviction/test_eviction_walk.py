@@ -174,3 +174,19 @@ def test_forecasts_have_the_most_that_is_held():
     for setting, held in (("snapkv:budget=20,least=1", 20 + 199), ("h2o:budget=20,least=1", 84)):
         sequence.drops = DropSchedule(parse_kv_policy(setting), 100, 2)
         assert entry_of(sequence, 200, 10, 1, 0.0) == (209, held, 1)
+
+
+def test_the_most_pages_are_those_of_the_whole_prompt_or_of_what_is_held_behind_it():
+    kv, _ = make_kv(100, 1, 400)  # pages of 4 tokens
+    parted, _ = make_kv(400, 1, 400, groups=GROUPS, page_bytes=128)  # of 4, 4 and 2
+    pyramid = DropSchedule(parse_kv_policy("pyramid:budget=20,least=1"), 100, 4, (0, 1, 2))
+    for num_tokens, held in ((50, 100), (200, 20 + 200)):
+        sequence = make_seq(num_prompt=100, num_tokens=num_tokens)
+        total = sequence.max_tokens_total
+        assert sequence.most_pages(kv) == kv.pages_for(total) == -(-total // 4)
+        sequence.drops = DropSchedule(parse_kv_policy("snapkv:budget=20,least=1"), 100, 4)
+        assert sequence.most_pages(kv) == held // 4
+        sequence.drops = pyramid
+        first, second, third = (kept + num_tokens for kept in (30, 23, 16))
+        behind = -(-first // 4) + -(-second // 4) + -(-third // 2)
+        assert sequence.most_pages(parted) == max(behind, 25 + 25 + 50)
