@@ -118,7 +118,7 @@ class Sequence:
         total = self.max_tokens_total
         if self.drops is None:
             return kv.pages_for(total)
-        prompt = kv.pages_for(min(self.num_prompt_tokens, total))
+        prompt = kv.pages_for(self.num_prompt_tokens)
         return max(prompt, kv.layout.pages_of(self.drops.most_by_group(total)))
 
     @property
