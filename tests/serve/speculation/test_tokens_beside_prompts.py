@@ -19,12 +19,18 @@ from tests.support.speculation.mixed_requests import answers_of, requests, resul
 from tests.support.speculation.scripted import draft_by_script, num_accepted
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-CASES = list(product([v for v in VARIANTS if is_first(v)], ("float32", "int8"), (1, 7, 64)))
-OFTEN = [
-    i
-    for i, (variant, _, chunk) in enumerate(CASES)
-    if variant.family == "llama" or (variant.family in ("gemma2", "olmoe") and chunk == 7)
+DTYPES, CHUNKS = ("float32", "int8"), (1, 7, 64)
+FIRST = [v for v in VARIANTS if is_first(v)]
+# Llama in all combinations, each other family with each dtype and two of the chunks.
+CASES = [
+    *product([v for v in FIRST if v.family == "llama"], DTYPES, CHUNKS),
+    *[
+        (variant, dtype, CHUNKS[(number + place) % 3])
+        for number, variant in enumerate(v for v in FIRST if v.family != "llama")
+        for place, dtype in enumerate(DTYPES)
+    ],
 ]
+OFTEN = [i for i, case in enumerate(CASES) if case[0].family in ("llama", "gemma2", "olmoe")]
 FEW: dict[str, Any] = {"max_num_seqs": 5, "max_model_len": 160, "prefix_cache": False}
 
 
