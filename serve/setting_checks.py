@@ -161,7 +161,7 @@ def check_folders(kv_cache_dir: object, packed_cache: object, *, has_prefixes: b
 
 
 def check_folder(setting: str, folder: object) -> None:
-    if not isinstance(folder, str | Path) or not str(folder):
+    if not isinstance(folder, str | Path) or not str(folder) or "\0" in str(folder):
         raise ConfigError(f"{setting} must be a path, not {folder!r}")
 
 

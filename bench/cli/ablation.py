@@ -64,8 +64,8 @@ def ablation(
         raise ConfigError("rounds and max_num_seqs must be positive")
     if qps is not None and not qps > 0:
         raise ConfigError(f"qps must be a positive number, not {qps}")
-    for file in (json_file, png_file):
-        tables.check_file(file)
+    tables.check_file(json_file)
+    tables.check_file(png_file, "--png")
     if png_file is not None:
         require_matplotlib()
     path = model_directory(model)

@@ -39,9 +39,11 @@ def run_kv_policies(
     instead of on the engine. Raises ConfigError before anything runs."""
     if exercises < 1:
         raise ConfigError("exercises must be at least 1")
+    if seed < 0:
+        raise ConfigError("seed must be at least 0")
     chosen = measure.all_policies(policies)
-    for file in (json_file, png_file):
-        tables.check_file(file)
+    tables.check_file(json_file)
+    tables.check_file(png_file, "--png")
     if png_file is not None:
         require_matplotlib()
     path = BUILT if model == DEFAULT_MODEL else Path(model)
@@ -68,6 +70,8 @@ def run_kv_policies(
 
 def _most_context(path: Path) -> int:
     """Returns the model's most tokens. Raises ConfigError for a model that cannot do the tasks."""
+    if not path.is_dir():
+        raise ConfigError(f"model directory {path} does not exist: {HOW}")
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} is no model of K/V policies: {HOW}")

@@ -120,10 +120,10 @@ def write(path: Path | None, head: Head, result: Any) -> None:
         path.write_text(json.dumps(_finite({"head": asdict(head), **result}), indent=1) + "\n")
 
 
-def check_file(path: Path | None) -> None:
-    """Raises ConfigError if the file could not be written."""
+def check_file(path: Path | None, option: str = "--json") -> None:
+    """Raises ConfigError, which names the option, if the file could not be written."""
     if path is not None:
-        check_writable(path)
+        check_writable(path, option)
 
 
 def _finite(value: Any) -> Any:

@@ -8,6 +8,7 @@ FEWEST_TOKENS is probably a share whose % is missing: `quest:budget=32,least=1` 
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypedDict
@@ -19,6 +20,8 @@ OFF = "off"
 LEAST_TOKENS = 128  # of a share
 FEWEST_TOKENS = 64  # of a number of tokens
 MAX_CHARS = 64  # of the setting
+# int and float would also read "1_0", "+25", blanks and digits of other scripts
+_BUDGET = re.compile(r"([0-9]+|[0-9]*\.?[0-9]+(e[+-]?[0-9]+)?%)(,least=[0-9]+)?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +134,10 @@ class Budget(TypedDict, total=False):
 
 def parse_budget(text: str) -> Budget:
     """Parses "1024", "12%" or "12%,least=32"; "32,least=1", too. ValueError."""
-    amount, comma, rest = text.partition(",")
-    least = None
-    if comma:
-        key, _, tokens = rest.partition("=")
-        if key != "least":
-            raise ValueError(text)
-        least = _positive(tokens)
+    if _BUDGET.fullmatch(text) is None:
+        raise ValueError(text)
+    amount, _, tokens = text.partition(",least=")
+    least = _positive(tokens) if tokens else None
     if not amount.endswith("%"):
         found: Budget = {"tokens": _positive(amount)}
         return found if least is None else {**found, "least": least}

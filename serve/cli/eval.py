@@ -108,15 +108,16 @@ def _read_text(file: Path) -> str:
         raise ConfigError(f"--text {file}: {reason(error)}") from error
 
 
-def check_writable(json_file: Path) -> None:
-    """Raises ConfigError before the work where the file could not be written after it."""
-    is_new = not json_file.exists()
+def check_writable(file: Path, option: str = "--json") -> None:
+    """Raises ConfigError, which names the option, before the work where the file could not be
+    written after it."""
+    is_new = not file.exists()
     try:
-        json_file.open("a").close()
+        file.open("a").close()
     except OSError as error:
-        raise ConfigError(f"--json {json_file} cannot be written: {reason(error)}") from error
+        raise ConfigError(f"{option} {file} cannot be written: {reason(error)}") from error
     if is_new:
-        json_file.unlink()
+        file.unlink()
 
 
 def parse_precision(text: str) -> tuple[str, str]:

@@ -267,8 +267,17 @@ def models(
         show_served(served, as_json=as_json)
 
 
+# the options of `serve eval` that are for one of its two measurements
+_OF_PRECISIONS = (
+    *("revision", "text", "precision", "max_tokens", "window", "weight_group", "kv_group"),
+    "tokenizer",
+)
+_OF_POLICIES = "context", "exercises", "seed", "reference", "png_file"
+
+
 @app.command("eval", epilog=examples.EVAL)
 def evaluate(
+    command: typer.Context,
     model: options.Model = DEFAULT_MODEL,
     revision: options.Revision = None,
     text: Annotated[
@@ -302,8 +311,7 @@ def evaluate(
     set_up_logging("warning")
     with reported():
         if kv_policy:
-            if precision or text is not None:
-                raise ConfigError("--kv-policy cannot be used with --precision and --text")
+            options.refuse_given(command, _OF_PRECISIONS, "cannot be used with --kv-policy")
             from bench.cli.kv_policies import run_kv_policies
 
             run_kv_policies(
@@ -317,6 +325,7 @@ def evaluate(
                 png_file=png_file,
             )
             return
+        options.refuse_given(command, _OF_POLICIES, "needs --kv-policy")
         from serve.cli.eval import run_eval
 
         run_eval(

@@ -6,6 +6,7 @@ Those that `serve run` has too take their help from setting_help.py, as `serve r
 from __future__ import annotations
 
 import functools
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,7 @@ from serve.cli.client_key import API_KEY_ENV
 from serve.cli.config_file import parse_size
 from serve.cli.setting_help import ENGINE_OPTIONS, PROCESS_OPTIONS
 from serve.cli.setting_panels import SERVER
+from serve.errors import ConfigError
 
 
 def run_option(name: str, **more: Any) -> Any:
@@ -28,6 +30,15 @@ def run_option(name: str, **more: Any) -> Any:
     flag = "--" + name.replace("_", "-")
     names = (flag, *option.flags) if option.flags else ()
     return typer.Option(*names, help=option.help, autocompletion=completion(option.choices), **more)
+
+
+def refuse_given(command: typer.Context, names: Collection[str], why: str) -> None:
+    """Raises ConfigError for an option among these parameters of the command that was given, even
+    with its default as the value."""
+    for item in command.command.params:
+        source = command.get_parameter_source(item.name or "")
+        if item.name in names and getattr(source, "name", "DEFAULT") != "DEFAULT":
+            raise ConfigError(f"{item.opts[0]} {why}")
 
 
 def completion(choices: tuple[str, ...]) -> Any:

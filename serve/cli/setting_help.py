@@ -290,7 +290,12 @@ ENGINE_OPTIONS: dict[str, Option] = {
     "kv_events_salted": Option(
         ROUTERS, "Publish prompts with a cache salt as well, such as those of keys, with the salts."
     ),
-    "kv_policy": Option(MEMORY, "Read or keep a part of the K/V.", "NAME:budget=N"),
+    "kv_policy": Option(
+        MEMORY,
+        "Read a part of the K/V (quest) or keep one (window, h2o, snapkv, keyformer, pyramid), such"
+        " as quest:budget=12%, or off.",
+        "NAME:budget=N",
+    ),
     "kv_peers": Option(MEMORY, "Comma-separated engines whose cached K/V is pulled.", "URL,URL"),
     "kv_listen": Option(MEMORY, "Address where other engines pull cached K/V.", "URL"),
     "kv_peer_key_file": Option(MEMORY, "A file with the secret of engines that pull K/V.", "FILE"),

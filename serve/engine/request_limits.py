@@ -88,7 +88,8 @@ def _with_policy(params: SamplingParams, policy: KVPolicy | None) -> SamplingPar
 def _refusal(wanted: KVPolicy, policy: KVPolicy | None) -> str:
     """Returns why a request cannot have the policy that it names."""
     if policy is None:
-        why, allowed = f"{OFF}, so it keeps nothing to choose by", OFF
+        lacks = "drops nothing" if wanted.evicts else "keeps nothing to choose by"
+        why, allowed = f"{OFF}, so it {lacks}", OFF
     elif policy.selects:
         why, allowed = policy.name, f"{OFF} or {policy.name}:budget=AMOUNT"
     else:

@@ -17,6 +17,7 @@ from bench.quality.network import Network, Shape
 from bench.quality.picture import draw, lines_of
 from bench.quality.policies import POLICIES
 from bench.quality.tasks import ACCURACIES
+from serve.cli import eval as evaluation
 from serve.cli.main import app
 from serve.errors import ConfigError
 from tests.support.engine.checkpoints import checkpoint
@@ -47,13 +48,37 @@ def invoke(model: Path | str, *arguments: str) -> Any:
         (("--kv-policy", "all", "--context", "8192"), "context must be between 1024 and 7936"),
         (("--kv-policy", "all", "--exercises", "0"), "exercises must be at least 1"),
         (("--kv-policy", "all", "--json", "/nonexistent/x"), "--json /nonexistent/x cannot be"),
-        (("--kv-policy", "all", "--png", "/nonexistent/x"), "/nonexistent/x cannot be"),
-        (("--kv-policy", "all", "--reference", "--precision", "int8"), "--precision"),
+        (("--kv-policy", "all", "--png", "/nonexistent/x"), "--png /nonexistent/x cannot be"),
+        (("--kv-policy", "all", "--seed", "-1"), "seed must be at least 0"),
+        *(
+            (("--kv-policy", "all", *given.split()), f"{given.split()[0]} cannot be used with")
+            for given in (
+                "--precision int8",
+                "--text file",
+                "--max-tokens 5",
+                "--window 512",  # the default
+                "--weight-group 32",
+                "--kv-group 7",
+                "--tokenizer folder",
+                "--revision main",
+            )
+        ),
+        *(
+            (tuple(given.split()), f"{given.split()[0]} needs --kv-policy")
+            for given in (
+                "--png x.png",
+                "--reference",
+                "--exercises 5",
+                "--context 4096",  # the default
+                "--seed 1",
+            )
+        ),
     ],
 )
 def test_invalid_options_are_refused(model, arguments, expected, monkeypatch):
     monkeypatch.setattr(measure, "by_engine", lambda *_: pytest.fail("an engine started"))
     monkeypatch.setattr(measure, "by_reference", lambda *_: pytest.fail("it ran"))
+    monkeypatch.setattr(evaluation, "run_eval", lambda *_, **__: pytest.fail("it ran"))
     result = invoke(model, *arguments)
     assert result.exit_code == 2
     assert expected in " ".join(result.output.split())
@@ -63,6 +88,13 @@ def test_other_models_do_not_know_the_words():
     result = invoke(checkpoint("llama"), "--kv-policy", "quest")
     assert result.exit_code == 2
     assert "does not know the words of the tasks" in " ".join(result.output.split())
+
+
+def test_a_model_that_does_not_exist_is_said_so(tmp_path):
+    result = invoke(tmp_path / "missing", "--kv-policy", "quest")
+    assert result.exit_code == 2
+    assert "missing does not exist" in "".join(result.output.split("\n"))
+    assert "is no model of K/V policies" in invoke(tmp_path, "--kv-policy", "quest").output
 
 
 @pytest.mark.exhaustive

@@ -74,6 +74,15 @@ def test_a_share_of_a_short_sequence_is_a_number_of_tokens() -> None:
         ("quest:budget=1%,most=2", "'1%,most=2'"),
         ("quest:budget=1%,least=0", "'1%,least=0'"),
         ("quest:budget=1%,least=all", "'1%,least=all'"),
+        ("quest:budget=1_0%", "'1_0%'"),
+        ("quest:budget=1_00", "'1_00'"),
+        ("quest:budget=+25%", "'+25%'"),
+        ("quest:budget=+128", "'+128'"),
+        ("quest:budget=12 %", "'12 %'"),
+        ("quest:budget= 128", "' 128'"),
+        ("quest:budget=\uff11\uff12%", "'\uff11\uff12%'"),
+        ("quest:budget=\uff11\uff12\uff18", "'\uff11\uff12\uff18'"),
+        ("quest:budget=25%,least=+1", "'25%,least=+1'"),
     ],
 )
 def test_anything_else_is_refused(text: object, wrong: str) -> None:
@@ -89,6 +98,7 @@ def test_anything_else_is_refused(text: object, wrong: str) -> None:
         "h2o:budget=25%,least=16",
         "quest:budget=32,least=1",
         "snapkv:budget=64",
+        "quest:budget=1e-05%",
     ],
 )
 def test_the_setting_of_a_policy_gives_it_again(text: str) -> None:
