@@ -71,11 +71,24 @@ def is_safe_file(status: os.stat_result) -> bool:
 def is_trusted(folder: Path) -> bool:
     """Returns whether the path is a directory (a link to one does not count) that belongs to this
     user or to root, and that is writable for its owner only."""
+    return distrust(folder) is None
+
+
+def distrust(folder: Path) -> str | None:
+    """Returns why the path is no directory that is_trusted, in words for users; None if it is."""
     try:
         status = folder.lstat()
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and _is_safe(status)
+    except OSError as error:
+        return reason(error)
+    if stat.S_ISLNK(status.st_mode):
+        return "it is a link"
+    if not stat.S_ISDIR(status.st_mode):
+        return "it is no directory"
+    if _is_safe(status):
+        return None
+    mode = stat.S_IMODE(status.st_mode)
+    others = f"other users can write to it (mode {mode:o})"
+    return others if mode & 0o022 else "it belongs to another user"
 
 
 def user_cache() -> Path | None:

@@ -202,11 +202,10 @@ class HostWeightsCache:
             )
         chosen = None if self.packed_cache == "auto" else Path(self.packed_cache)
         candidates = folders.folders(model, chosen)
-        folder = folders.writable(candidates)
-        if folder is None:
-            named = ", ".join(map(str, candidates))
-            raise ConfigError(f"packed_cache: no folder that can be written to, of {named}")
-        return folder
+        try:
+            return folders.writable(candidates)
+        except folders.NoRoom as error:
+            raise ConfigError(f"packed_cache: {error}") from error
 
     def _place(
         self, needs: DeviceNeeds, link: Link, model: Path

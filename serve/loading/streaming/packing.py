@@ -186,13 +186,10 @@ def pack_to_file(
 ) -> Path:
     """Packs a checkpoint into a file and returns its path. num_bytes: about as many as the file
     will have; max_bytes: of all files of a folder. ConfigError if there is no room."""
-    folder = folders.writable(candidates)
-    if folder is None:
-        named = ", ".join(map(str, candidates))
-        raise ConfigError(f"packed_cache: no folder that can be written to, of {named}")
-    path = folder / identity.file_name
     began = time.monotonic()
     try:
+        folder = folders.writable(candidates)
+        path = folder / identity.file_name
         with folders.locked(folder):
             if path.exists():  # another process has packed it meanwhile
                 return path

@@ -196,9 +196,10 @@ class PackedCache:
         num_bytes = contents.data_end
         if num_bytes < self.min_bytes:
             return
-        folder = folders.writable(candidates)
-        if folder is None:
-            logger.info("packed weights are not kept: no folder that can be written to")
+        try:
+            folder = folders.writable(candidates)
+        except folders.NoRoom as error:
+            logger.info("packed weights are not kept: %s", error)
             return
         logger.info("packed weights: writing %s for later starts", format_memory(num_bytes))
         began = time.monotonic()

@@ -17,9 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from serve.errors import reason
 from serve.models.packed_cache.identity import Identity
 from serve.read_ahead import BESIDE
-from serve.regular_file import is_trusted, user_cache
+from serve.regular_file import distrust, user_cache
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +50,30 @@ def folders(model: Path, chosen: Path | None) -> list[Path]:
     return both[::-1] if is_in_package else both
 
 
-def writable(candidates: list[Path]) -> Path | None:
-    """Returns the first folder that can be written to, which is made if need be."""
+def writable(candidates: list[Path]) -> Path:
+    """Returns the first folder that can be written to and trusted, which is made if need be.
+    NoRoom, with the reason for each, if there is none."""
+    problems = []
     for folder in candidates:
-        try:
-            folder.mkdir(mode=0o700, parents=folder.name != BESIDE, exist_ok=True)
-        except OSError:
-            continue
-        if is_trusted(folder) and os.access(folder, os.W_OK | os.X_OK):
+        problem = _problem(folder)
+        if problem is None:
             return folder
-    return None
+        problems.append(f"{folder}: {problem}")
+    raise NoRoom(f"no folder can be used: {'; '.join(problems)}")
+
+
+def _problem(folder: Path) -> str | None:
+    """Makes the folder if need be. Returns why it cannot be used; None if it can."""
+    try:
+        folder.mkdir(mode=0o700, parents=folder.name != BESIDE, exist_ok=True)
+    except FileExistsError:  # something else is there
+        return distrust(folder)
+    except OSError as error:
+        return reason(error)
+    problem = distrust(folder)
+    if problem is None and not os.access(folder, os.W_OK | os.X_OK):
+        return "it cannot be written to"
+    return problem
 
 
 @contextmanager

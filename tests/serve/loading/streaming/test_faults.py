@@ -195,6 +195,15 @@ def test_a_full_disk_is_an_error_that_names_the_setting(
         start(path, streaming(1 << 30))
 
 
+def test_a_folder_that_is_not_used_is_refused_with_the_reason(tmp_path: Path) -> None:
+    path, folder = copy_of_model("llama", "base", tmp_path), tmp_path / "open"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    problem = rf"packed_cache: .* no folder can be used: {folder}: other users can write to it"
+    with pytest.raises(ConfigError, match=problem):
+        start(path, streaming(1 << 30, folder))
+
+
 def test_a_checkpoint_that_breaks_off_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

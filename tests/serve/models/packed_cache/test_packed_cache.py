@@ -298,6 +298,34 @@ def test_a_chosen_folder_is_the_only_one(
     assert torch.equal(logits(model, cache_for(folder=chosen)), want)
 
 
+def test_a_folder_that_is_not_used_has_a_reason(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path)
+    (tmp_path / "sticky").mkdir()
+    (tmp_path / "sticky").chmod(0o1777)
+    problems = {
+        "file": "it is no directory",
+        "file/below": "Not a directory",
+        "link": "it is a link",
+        "sticky": "other users can write to it (mode 1777)",
+    }
+    named = [tmp_path / name for name in problems]
+    reasons = "; ".join(f"{tmp_path / name}: {problem}" for name, problem in problems.items())
+    with pytest.raises(folders.NoRoom) as raised:
+        folders.writable(named)
+    assert str(raised.value) == f"no folder can be used: {reasons}"
+    assert folders.writable([*named, tmp_path / "new"]) == tmp_path / "new"
+
+
+def test_a_model_that_cannot_be_kept_is_served_and_the_log_says_why(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    caplog.set_level(logging.INFO)
+    logits(model, cache_for(folder=tmp_path / "file"))
+    assert f"are not kept: no folder can be used: {tmp_path / 'file'}: it is no" in caplog.text
+
+
 def test_the_next_start_reads_the_same_file_ahead(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
