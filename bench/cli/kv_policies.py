@@ -16,7 +16,7 @@ from bench.quality import measure, picture, vocabulary
 from bench.quality.tasks import ACCURACIES, MAX_FOLLOWING, make_exercises
 from serve.checkpoint_json import read_json
 from serve.config import DEFAULT_MODEL
-from serve.errors import ConfigError
+from serve.errors import ConfigError, ModelLoadError
 
 BUILT = Path(__file__).parents[1] / "quality" / "model"
 HOW = "python -m bench.quality.train DIRECTORY makes one"
@@ -69,9 +69,10 @@ def run_kv_policies(
 
 
 def _most_context(path: Path) -> int:
-    """Returns the model's most tokens. Raises ConfigError for a model that cannot do the tasks."""
+    """Returns the model's most tokens. Raises ConfigError for a model that cannot do the tasks, and
+    ModelLoadError for none."""
     if not path.is_dir():
-        raise ConfigError(f"model directory {path} does not exist: {HOW}")
+        raise ModelLoadError(f"model directory {path} does not exist: {HOW}")
     file = path / "config.json"
     if not file.is_file():
         raise ConfigError(f"{path} is no model of K/V policies: {HOW}")

@@ -154,7 +154,9 @@ def _report(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--at-once", type=int, default=64)

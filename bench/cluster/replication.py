@@ -183,7 +183,9 @@ def _print(kind: str, found: Run, whole: Run) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="random:llama-1b")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--prompt", type=int, default=512, help="tokens of a prompt")

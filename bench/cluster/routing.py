@@ -123,7 +123,9 @@ async def _talk(chats: list[Chat], url: str, num_turns: int, at_once: int) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--servers", type=int, default=4)
     parser.add_argument("--chats", type=int, default=64)
     parser.add_argument("--turns", type=int, default=6)

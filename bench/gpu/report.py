@@ -323,7 +323,11 @@ def _interrupt(_number: int, _frame: object) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu.report", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.gpu.report",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument(
         "target", nargs="?", help="run this section's MODULE:FUNCTION in this process"
     )

@@ -112,7 +112,9 @@ def trained_rows(policy: str, share: float, given: argparse.Namespace) -> list[l
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", default="llama-1b")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--context", type=int, default=8192)

@@ -308,7 +308,9 @@ def _measured(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(SHAPES), default="llama-1b")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--context", type=int, nargs="+", default=[16384])

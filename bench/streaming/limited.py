@@ -171,7 +171,9 @@ def report(console: Console, found: dict[int, list[Round]], weights: int, file_b
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", help="a shape of bench.common; by default Llama-3.2-3B's")
     parser.add_argument("--mixture", action="store_true", help="a mixture, half of it in memory")
     parser.add_argument("--share", type=float, help="of the weights that are in memory")

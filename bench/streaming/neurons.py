@@ -152,7 +152,9 @@ def sparsity_table(layers: Sequence[Activations]) -> Table:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--size", type=int, default=8192, help="neurons")
     parser.add_argument("--rows", default="1,8", help="of a step, comma-separated")

@@ -363,7 +363,9 @@ def show(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="llama-1b", help="a shape of bench.common")
     parser.add_argument("--mixture", action="store_true", help="a mixture, half of it in memory")
     parser.add_argument("--checkpoint", type=Path, help="the mixture's folder; sets --mixture")

@@ -92,11 +92,13 @@ def _device(precision: Precision, num_ranks: int) -> str:
 
 
 def _memory(engine: Engine, kv: KVMemory) -> str:
-    """Returns the number of tokens and of users that fit into K/V memory."""
+    """Returns the number of tokens that fit into K/V memory, and that of users, of which at most
+    max_num_seqs are served at once."""
     stats = engine.stats()
     of_a_rank = stats.pages_total * stats.kv_page_bytes
     total = of_a_rank * engine.config.num_ranks
     length = min(USER_TOKENS, kv.max_model_len)
+    users = min(stats.pages_total // kv.pages_for(length), engine.config.max_num_seqs)
     nodes, kvp = len(engine.config.memory_nodes), len(engine.config.kvp)
     where = f" on memory nodes ({nodes})" if nodes else ""
     wanted = engine.config.kv_cache_bytes or 0
@@ -110,7 +112,7 @@ def _memory(engine: Engine, kv: KVMemory) -> str:
         where = f" (of {format_memory(wanted)} asked for; the settings never use more)"
     return (
         f"K/V {format_memory(total)}{where}: {of_a_rank // stats.kv_bytes_per_token:,} tokens,"
-        f" {stats.pages_total // kv.pages_for(length):,} users with {length:,} each"
+        f" {users:,} user{'s' if users != 1 else ''} with {length:,} each"
     )
 
 

@@ -212,8 +212,8 @@ def _log_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes) ->
     used = sizes.pool_bytes + sizes.recent_bytes
     if asked - used >= sizes.pages.page_bytes:
         logger.info(
-            "kv_cache_bytes and %s are %s, of which %s could be used by max_num_seqs sequences of"
-            " max_model_len; no more is taken",
+            "kv_cache_bytes and %s are %s, of which at most %s could be used by max_num_seqs"
+            " sequences of max_model_len; no more is taken",
             NAME,
             format_memory(asked),
             format_memory(used),

@@ -135,7 +135,7 @@ def _granted(wanted: int, most: int, device_bytes: int | None) -> int:
     granted = min(wanted, most)
     asked = f"kv_cache_bytes: {format_memory(wanted)} asked for"
     if granted < wanted:
-        asked += f", of which {format_memory(granted)} could be used"
+        asked += f", of which at most {format_memory(granted)} could be used"
     if device_bytes is not None:
         if granted > device_bytes:
             raise ConfigError(

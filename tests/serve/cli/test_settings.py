@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from memory.policies.setting import OFF, POLICIES
 from serve.cli.config_file import ConfigFile, parse_size, toml_value
 from serve.cli.main import app
 from serve.cli.run import run_command
@@ -106,6 +107,11 @@ def as_toml(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(as_toml, value)) + "]"
     return f'"{value}"' if isinstance(value, str) else as_text(value)
+
+
+def test_the_help_names_all_kv_policies() -> None:
+    text = SETTINGS["kv_policy"].option.help
+    assert all(name in text for name in (*POLICIES, OFF))
 
 
 def test_every_field_is_a_flag_a_variable_and_a_key() -> None:

@@ -91,8 +91,8 @@ def test_budgets_hold_where_kv_is_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("policy", "wanted", "match"),
     [
-        ("off", QUARTER, "runs with kv_policy off, .* a request may say off$"),
-        ("off", "h2o:budget=25%", "kv_policy 'h2o' .* runs with kv_policy off"),
+        ("off", QUARTER, "kv_policy off, so it keeps nothing to .* a request may say off$"),
+        ("off", "h2o:budget=25%", "kv_policy 'h2o' .* runs with kv_policy off, so it drops noth"),
         (QUARTER, "h2o:budget=25%", "runs with .* quest; a request may say off or quest:budget"),
         (
             "h2o:budget=25%",
