@@ -30,6 +30,8 @@ _KINDS = {
 
 def check_regular(path: str | Path) -> None:
     """Raises OSError, whose text for users names the kind, if the path leads to no regular file."""
+    if "\0" in str(path):  # os.stat raises ValueError
+        raise OSError("a path has no NUL")
     kind = stat.S_IFMT(os.stat(path).st_mode)
     if kind != stat.S_IFREG:
         raise OSError(f"it is {_KINDS.get(kind, 'something else')}, not a regular file")

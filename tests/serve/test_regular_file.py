@@ -25,7 +25,7 @@ from serve.http.edge.keys import load_keys
 from serve.http.edge.settings import HttpSettings
 from serve.http.edge.tls import tls_context
 from serve.hub.cache import cached_models
-from serve.loading.node_key import read_key
+from serve.loading.node_key import read_key, read_key_file
 from serve.regular_file import open_regular
 from tests.support.engine.checkpoints import checkpoint, edit_json
 
@@ -52,6 +52,16 @@ def test_kinds_of_files(fifo: Path, tmp_path: Path) -> None:
     (tmp_path / "file-link").symlink_to("file")
     with open_regular(tmp_path / "file-link") as file:
         assert file.read() == b"text"
+
+
+def test_a_path_with_a_nul_is_refused_by_its_setting() -> None:
+    with pytest.raises(OSError, match="a path has no NUL"):
+        open_regular("a\0b")
+    for setting in ("memory_node_key_file", "kv_peer_key_file"):
+        with pytest.raises(ConfigError, match=f"{setting} a\0b: a path has no NUL"):
+            read_key_file("a\0b", setting)
+    with pytest.raises(ConfigError, match="a path has no NUL"):
+        load_keys("a\0b")
 
 
 CHECKPOINT_FILES = (
