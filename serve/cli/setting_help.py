@@ -50,9 +50,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="DIR",
     ),
     "load_format": Option(
-        MODEL,
-        "safetensors; random makes random weights, to measure speed.",
-        choices=LOAD_FORMATS,
+        MODEL, "safetensors; random makes random weights, to measure speed.", choices=LOAD_FORMATS
     ),
     "converter": Option(
         MODEL,
