@@ -227,9 +227,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
         metavar="URL,URL",
     ),
     "memory_partition": Option(
-        NODES,
-        "How K/V is divided between nodes: auto, head, request or sequence.",
-        choices=PARTITIONS,
+        NODES, "Division of K/V between nodes: auto, head, request or sequence.", choices=PARTITIONS
     ),
     "memory_node_bytes": Option(
         NODES, "K/V memory of each node; by default all that is free there.", is_size=True
@@ -290,8 +288,7 @@ ENGINE_OPTIONS: dict[str, Option] = {
     ),
     "kv_policy": Option(
         MEMORY,
-        "Read a part of the K/V (quest) or keep one (window, h2o, snapkv, keyformer, pyramid), such"
-        " as quest:budget=12%, or off.",
+        "Read (quest) or keep (window, h2o, snapkv, keyformer, pyramid) a part of the K/V; or off.",
         "NAME:budget=N",
     ),
     "kv_peers": Option(MEMORY, "Comma-separated engines whose cached K/V is pulled.", "URL,URL"),
