@@ -4,8 +4,8 @@ shared, preempted or selected, and no wrong token when the disk fails."""
 from __future__ import annotations
 
 import errno
-import re
 import os
+import re
 import threading
 from pathlib import Path
 from typing import Any
