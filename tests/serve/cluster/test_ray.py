@@ -194,7 +194,7 @@ def test_a_model_that_is_missing_is_named(undo, tmp_path, nodes):
     undo.callback(command.close)
     assert command.process.wait(PATIENCE_S) == 1
     assert f"model directory {tmp_path / 'none'} does not exist" in command.log.splitlines()[-1]
-    assert "rank 1 on" in command.log and "Traceback" not in command.log
+    assert "Traceback" not in command.log
 
 
 def test_ranks_end_with_a_killed_command(undo, tmp_path, nodes):
