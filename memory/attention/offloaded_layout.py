@@ -43,11 +43,14 @@ class OffloadedKVLayout(TiledKVLayout):
             self.bounds[number] = self.bounds_tile_bytes
             self.bounds_tile_bytes += bounds_bytes(layer.num_kv_heads, layer.head_dim)
 
+    def bounds_padding(self, tiles_per_page: int) -> int:
+        """Returns the bytes that `pad_bounds` adds to the bounds of a tile."""
+        unit = max(_LINE_BYTES, UNIT_ALIGNMENT // gcd(UNIT_ALIGNMENT, tiles_per_page))
+        return -self.bounds_tile_bytes % unit
+
     def pad_bounds(self, tiles_per_page: int) -> None:
         """Pads the bounds of each tile, so that those of a page's tiles fill whole system pages."""
-        if self.bounds_tile_bytes:
-            unit = max(_LINE_BYTES, UNIT_ALIGNMENT // gcd(UNIT_ALIGNMENT, tiles_per_page))
-            self.bounds_tile_bytes = -(-self.bounds_tile_bytes // unit) * unit
+        self.bounds_tile_bytes += self.bounds_padding(tiles_per_page)
 
 
 def aligned(num_bytes: int) -> int:

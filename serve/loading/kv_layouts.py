@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -17,10 +17,11 @@ from memory.pages.layer_groups import LayerGroup, kept_bytes
 from memory.policies.drop_schedule import layer_budgets
 from memory.policies.selection import Selection, selection_of
 from memory.policies.setting import parse_kv_policy
+from ops.cpu import native_library
 from quant.kv import RECENT_BLOCK
 from serve.config import EngineConfig
 from serve.errors import ConfigError
-from serve.loading.kv_sizing import page_bytes_of
+from serve.loading.kv_sizing import HasContext, page_bytes_of
 from serve.loading.precision import Precision
 from serve.models import ModelSpec
 
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from memory.states.layout import StateLayout
 
 logger = logging.getLogger(__name__)
+
+OFFLOAD = "kv_offload_bytes"
 
 _MOST_GROUPS = 8  # of layers without windows
 _PROMPT_TOKENS = 2048  # of the sequence for which their number is chosen, if its context allows
@@ -89,6 +92,66 @@ def check_policy(config: EngineConfig, precision: Precision, spec: ModelSpec) ->
 
     check_eviction(config, spec, precision.backend, precision.kv)
     open_selection(config, precision, spec.attention_layers, is_trial=True)
+
+
+class HasLayers(HasContext, Protocol):
+    """What K/V beyond memory depends on of a model, such as a ModelSpec."""
+
+    @property
+    def model_type(self) -> str: ...
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]: ...
+
+    @property
+    def state_layers(self) -> Sequence[object]: ...
+
+
+def check_offload(config: EngineConfig, precision: Precision, spec: ModelSpec) -> None:
+    """Raises ConfigError for what kv_offload_bytes cannot be used with. Call it before the weights
+    are read."""
+    if config.kv_offload_bytes is None:
+        if config.kv_offload_dir is not None:
+            raise ConfigError(f"kv_offload_dir needs {OFFLOAD}")
+        return
+    if precision.backend != "cpu" or not native_library.is_available():
+        raise ConfigError(f"{OFFLOAD} needs the native kernels of the cpu back end")
+    check_model(config, precision, spec)
+
+
+def check_model(config: EngineConfig, precision: Precision, spec: HasLayers) -> None:
+    """Raises ConfigError for settings and models with which K/V cannot be beyond memory, on
+    whichever machine."""
+    if precision.kv not in TILED_TYPES:
+        raise ConfigError(
+            f"{OFFLOAD} needs kv_dtype {' or '.join(TILED_TYPES)}, not {precision.kv}"
+        )
+    if config.policy is not None and config.policy.evicts:
+        raise ConfigError(f"kv_policy {config.policy.name} cannot be used with {OFFLOAD}")
+    if spec.state_layers:
+        raise ConfigError(
+            f"{OFFLOAD} cannot be used with {spec.model_type}, whose layers have states"
+        )
+    max_len = config.max_model_len or spec.max_model_len
+    if max_len > config.kvp_segment_tokens:
+        raise ConfigError(
+            f"{OFFLOAD} needs a kvp_segment_tokens of at least max_model_len {max_len}"
+        )
+    _check_layers(spec.model_type, spec.attention_layers, max_len)
+
+
+def _check_layers(model_type: str, layers: Sequence[AttentionLayer], max_len: int) -> None:
+    problem = None
+    if any(layer.value_dim is not None for layer in layers):
+        problem = "latent K/V"
+    elif any(layer.shares is not None for layer in layers):
+        problem = "K/V shared by layers"
+    elif any(layer.is_late for layer in layers):
+        problem = "a head that drafts"
+    elif len(group_layers(layers, max_len)) > 1 or group_layers(layers, max_len)[0][0] is not None:
+        problem = "windows or chunks"
+    if problem is not None:
+        raise ConfigError(f"{OFFLOAD} cannot be used with {model_type}, which has {problem}")
 
 
 def keeps_recent(

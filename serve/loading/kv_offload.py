@@ -1,5 +1,4 @@
-"""K/V of running sequences beyond memory (kv_offload_bytes): what it cannot be used with, its
-sizes, and its parts.
+"""K/V of running sequences beyond memory (kv_offload_bytes): its sizes, and its parts.
 
 Pages are those of memory and of the file together, and are counted as if all of them were memory.
 Below the accounting a residency keeps the parts of pages in memory that attention reads.
@@ -15,12 +14,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from memory.attention.grouped import group_layers
 from memory.attention.offloaded import OffloadedAttention
 from memory.attention.offloaded_layout import OffloadedKVLayout, aligned
 from memory.attention.recent_blocks import RecentBlocks
 from memory.attention.seam import AttentionLayer
-from memory.attention.tiled import TILED_TYPES, RecentStore, TiledKVLayout
+from memory.attention.tiled import RecentStore, TiledKVLayout
 from memory.kv_manager import KVManager
 from memory.offload.block_memory import BlockMemory
 from memory.offload.frames import Frames
@@ -30,12 +28,12 @@ from memory.offload.scratch_file import open_file
 from memory.pages.layer_groups import LayerGroup
 from memory.policies.selection import Selection
 from memory.tiers.disk_directory import DiskDirectoryError, check_parent
-from ops.cpu import native_library
 from quant.kv import RECENT_BLOCK, TILE_TOKENS
 from serve.config import EngineConfig
 from serve.errors import ConfigError, reason
+from serve.loading.kv_layouts import OFFLOAD as NAME
 from serve.loading.kv_layouts import open_selection, recent_layout
-from serve.loading.kv_sizing import KVSizes, reserving, size_kv
+from serve.loading.kv_sizing import MAX_PAGE_BYTES, HasContext, KVSizes, reserving, size_kv
 from serve.loading.precision import Precision
 from serve.machine import has_idle_core, local_kv_bytes, total_memory
 from serve.models import ModelSpec
@@ -45,10 +43,10 @@ from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
 
-NAME = "kv_offload_bytes"
 # The least K/V in memory, in layers of the longest sequence: a step may read a whole layer.
 _ROOM = 1.25
 _MOST_FIXED = 0.5  # of the memory, for what is always there; more gets a warning
+_MOST_PADDING = 0.03  # of bounds, in the K/V, where larger pages pad them less
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,57 +95,27 @@ class OffloadSizes:
         return " and ".join(found)
 
 
-def check_offload(config: EngineConfig, precision: Precision, spec: ModelSpec) -> None:
-    """Raises ConfigError for what kv_offload_bytes cannot be used with. Call it before the weights
-    are read."""
-    if config.kv_offload_bytes is None:
-        if config.kv_offload_dir is not None:
-            raise ConfigError(f"kv_offload_dir needs {NAME}")
-        return
-    if precision.backend != "cpu" or not native_library.is_available():
-        raise ConfigError(f"{NAME} needs the native kernels of the cpu back end")
-    if precision.kv not in TILED_TYPES:
-        raise ConfigError(f"{NAME} needs kv_dtype {' or '.join(TILED_TYPES)}, not {precision.kv}")
-    if config.policy is not None and config.policy.evicts:
-        raise ConfigError(f"kv_policy {config.policy.name} cannot be used with {NAME}")
-    if spec.state_layers:
-        raise ConfigError(f"{NAME} cannot be used with {spec.model_type}, whose layers have states")
-    max_len = config.max_model_len or spec.max_model_len
-    if max_len > config.kvp_segment_tokens:
-        raise ConfigError(f"{NAME} needs a kvp_segment_tokens of at least max_model_len {max_len}")
-    _check_layers(spec.model_type, spec.attention_layers, max_len)
-
-
-def _check_layers(model_type: str, layers: Sequence[AttentionLayer], max_len: int) -> None:
-    problem = None
-    if any(layer.value_dim is not None for layer in layers):
-        problem = "latent K/V"
-    elif any(layer.shares is not None for layer in layers):
-        problem = "K/V shared by layers"
-    elif any(layer.is_late for layer in layers):
-        problem = "a head that drafts"
-    elif len(group_layers(layers, max_len)) > 1 or group_layers(layers, max_len)[0][0] is not None:
-        problem = "windows or chunks"
-    if problem is not None:
-        raise ConfigError(f"{NAME} cannot be used with {model_type}, which has {problem}")
-
-
 def size_offload(
     config: EngineConfig,
-    spec: ModelSpec,
+    spec: HasContext,
     layout: OffloadedKVLayout,
     recent: TiledKVLayout | None,
     *,
+    total_bytes: int | None = None,
     is_trial: bool = False,
 ) -> OffloadSizes:
     """Returns the sizes of K/V in memory and in the file, and pads the layouts. ConfigError names
-    the setting. recent: of recent tokens of int4 K/V. is_trial: nothing is logged."""
+    the setting. recent: of recent tokens of int4 K/V. total_bytes: of the machine; None: of this
+    one. is_trial: nothing is logged."""
     assert config.kv_offload_bytes is not None
     memory_bytes = config.kv_cache_bytes or local_kv_bytes()
-    if memory_bytes > total_memory():
+    total, machine = total_bytes, "the machine"
+    if total is None:
+        total, machine = total_memory(), "this machine or its cgroup"
+    if memory_bytes > total:
         raise ConfigError(
-            f"kv_cache_bytes: {format_memory(memory_bytes)} asked for, but this machine or its"
-            f" cgroup has {format_memory(total_memory())}"
+            f"kv_cache_bytes: {format_memory(memory_bytes)} asked for, but {machine} has"
+            f" {format_memory(total)}"
         )
     tile = layout.tile_bytes
     if config.kv_page_bytes is not None and config.kv_page_bytes % tile:
@@ -162,14 +130,8 @@ def size_offload(
         tokens = 2 * RECENT_BLOCK * config.max_num_seqs + config.batched_tokens
         recent_bytes = tokens * recent.token_bytes
     hit_tokens = 1 if recent is None else RECENT_BLOCK
-    sizes = size_kv(
-        replace(config, kv_cache_bytes=None),
-        spec,
-        [LayerGroup(layout.token_bytes, layout.tile_tokens, hit_tokens=hit_tokens)],
-        free_bytes=max(0, memory_bytes - recent_bytes) + config.kv_offload_bytes,
-        setting=f"kv_cache_bytes and {NAME}, together",
-        is_trial=is_trial,
-    )
+    pool_bytes = max(0, memory_bytes - recent_bytes) + config.kv_offload_bytes
+    sizes = _size_pages(config, spec, layout, hit_tokens, pool_bytes, is_trial=is_trial)
     assert sizes.groups[0].token_bytes == layout.token_bytes, "tiles need no padding"
     if config.kv_offload_bytes < sizes.page_bytes:
         raise ConfigError(
@@ -186,6 +148,42 @@ def size_offload(
     if not is_trial:
         _log_memory(config, memory_bytes, found)
     return found
+
+
+def _size_pages(
+    config: EngineConfig,
+    spec: HasContext,
+    layout: OffloadedKVLayout,
+    hit_tokens: int,
+    pool_bytes: int,
+    *,
+    is_trial: bool,
+) -> KVSizes:
+    """Returns the pages of memory and file together. Those whose size no setting gives are large
+    enough that the bounds of a page fill whole system pages nearly."""
+    assert config.kv_offload_bytes is not None
+    group = LayerGroup(layout.token_bytes, layout.tile_tokens, hit_tokens=hit_tokens)
+
+    def sizes_with(page_bytes: int | None, *, is_trial: bool) -> KVSizes:
+        return size_kv(
+            replace(config, kv_cache_bytes=None, kv_page_bytes=page_bytes),
+            spec,
+            [group],
+            free_bytes=pool_bytes,
+            setting=f"kv_cache_bytes and {NAME}, together",
+            is_trial=is_trial,
+        )
+
+    page = config.kv_page_bytes
+    if page is None and layout.bounds_tile_bytes:
+        first, tile = sizes_with(None, is_trial=True), layout.tile_bytes
+        page, pool = first.page_bytes, first.page_bytes * first.num_pages
+        most = min(MAX_PAGE_BYTES, config.kv_offload_bytes)
+        while layout.bounds_padding(page // tile) > _MOST_PADDING * tile and 2 * page <= most:
+            if pool // (2 * page) * (2 * page // tile) * TILE_TOKENS < first.max_model_len:
+                break  # the last half page is needed
+            page *= 2
+    return sizes_with(page, is_trial=is_trial)
 
 
 def _check_memory(config: EngineConfig, memory_bytes: int, sizes: OffloadSizes, unit: int) -> None:
@@ -328,10 +326,21 @@ def _make(folder: Path, *, is_named: bool) -> None:
     is there, so that a mistake in a path is noticed."""
     if folder.is_dir():
         return
-    if is_named and not folder.parent.is_dir():
-        raise ConfigError(f"kv_offload_dir {folder}: there is no directory {folder.parent}")
+    if is_named:
+        folder_of(folder)
     folder.mkdir(mode=0o700, parents=not is_named, exist_ok=True)
     logger.info("made the directory %s", folder)
+
+
+def folder_of(named: Path) -> Path:
+    """Returns the folder that the user has named, or that in which it is made. ConfigError."""
+    if named.is_dir():
+        return named
+    if not named.parent.is_dir():
+        raise ConfigError(f"kv_offload_dir {named}: there is no directory {named.parent}")
+    if named.exists():
+        raise ConfigError(f"kv_offload_dir {named} is no directory")
+    return named.parent
 
 
 @contextlib.contextmanager

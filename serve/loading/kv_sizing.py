@@ -8,13 +8,13 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from memory.attention.seam import AttentionLayer
 from memory.pages.layer_groups import LayerGroup, PageLayout, kept_bytes
 from serve.config import EngineConfig
 from serve.errors import ConfigError
 from serve.machine import available_memory, local_kv_bytes, total_memory
-from serve.models import ModelSpec
 from serve.units import format_memory
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _MIB = 1 << 20
 _TOKENS_PER_PAGE = 16
 _MIN_PAGE_BYTES = 16 << 10
-_MAX_PAGE_BYTES = 2 * _MIB
+MAX_PAGE_BYTES = 2 * _MIB
 _SYSTEM_PAGE_BYTES = 4096
 _LINE_BYTES = 64
 _MOST_PADDING = 1.02  # of tiles
@@ -40,9 +40,16 @@ class KVSizes:
     max_model_len: int
 
 
+class HasContext(Protocol):
+    """What the sizes of K/V depend on beside its layers, such as a ModelSpec."""
+
+    @property
+    def max_model_len(self) -> int: ...
+
+
 def size_kv(
     config: EngineConfig,
-    spec: ModelSpec,
+    spec: HasContext,
     groups: Sequence[LayerGroup],
     *,
     free_bytes: int | None = None,
@@ -114,7 +121,7 @@ def page_bytes_of(config: EngineConfig, groups: Sequence[LayerGroup], max_len: i
 def _most_used(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
     """Returns the bytes of all sequences at full length; more are never used."""
     whole = int(_most_bytes(config, groups, max_len) * _MOST_PADDING)
-    return config.max_num_seqs * (whole + _MAX_PAGE_BYTES)
+    return config.max_num_seqs * (whole + MAX_PAGE_BYTES)
 
 
 def _most_bytes(config: EngineConfig, groups: Sequence[LayerGroup], max_len: int) -> int:
@@ -249,7 +256,7 @@ def _page_of_tiles(tile_bytes: int, tile_tokens: int, budget: int) -> tuple[int,
     mapped memory.
     """
     tiles = 1
-    while tiles * tile_tokens < _TOKENS_PER_PAGE and 2 * tiles * tile_bytes <= _MAX_PAGE_BYTES:
+    while tiles * tile_tokens < _TOKENS_PER_PAGE and 2 * tiles * tile_bytes <= MAX_PAGE_BYTES:
         tiles *= 2
     while tiles * tile_bytes < _MIN_PAGE_BYTES or budget // (tiles * tile_bytes) > _MAX_PAGES:
         tiles *= 2

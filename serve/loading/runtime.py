@@ -28,6 +28,7 @@ from serve.errors import ConfigError
 from serve.loading.disk_store import use_stores
 from serve.loading.footprint import weight_budget
 from serve.loading.kv_layouts import (
+    check_offload,
     check_policy,
     grouped_layers,
     kv_layout,
@@ -116,10 +117,7 @@ def _load(
     if spec.state_layers:
         check_for_states(config, spec.model_type, precision.backend)
     check_policy(config, precision, spec)
-    if config.kv_offload_bytes is not None or config.kv_offload_dir is not None:
-        from serve.loading.kv_offload import check_offload  # only such engines need it
-
-        check_offload(config, precision, spec)
+    check_offload(config, precision, spec)
     source = source._replace(weight_budget=weight_budget(config, spec, precision))
     if precision.backend == "cuda":
         return _load_cuda(source, progress, kv_share, device)
