@@ -58,9 +58,10 @@ def total_memory() -> int:
     return total
 
 
-def local_kv_bytes() -> int:
-    """Returns the bytes of this machine's memory that K/V takes when no setting says it."""
-    num_bytes = int(available_memory() * KV_SHARE_OF_FREE_MEMORY)
+def local_kv_bytes(beside: int = 0) -> int:
+    """Returns the bytes of this machine's memory that K/V takes when no setting says it. beside:
+    what is yet to be taken for other things."""
+    num_bytes = int(max(0, available_memory() - beside) * KV_SHARE_OF_FREE_MEMORY)
     bound = os.environ.get(LOCAL_KV_ENV, "")
     return min(num_bytes, int(bound)) if bound.isdigit() else num_bytes
 

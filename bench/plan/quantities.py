@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from serve.errors import ConfigError
 
@@ -11,6 +13,22 @@ _TOKENS = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKmM]?)")
 _TIME = re.compile(r"([0-9]+(?:\.[0-9]*)?|\.[0-9]+)(ms|s|)")
 _POWERS = {"": 1, "k": 1_000, "m": 1_000_000}
 _UNITS = {"ms": 1e-3, "s": 1.0}
+# options that have another name than the setting of the server
+_OPTIONS = {"host_weight_bytes": "host-memory"}
+_SETTING = re.compile(
+    r"\b(kv_(cache_bytes|offload_bytes|offload_dir|policy|dtype)|max_(num_seqs|model_len)"
+    r"|(weight_memory|host_weight)_bytes)\b"
+)
+
+
+@contextmanager
+def naming_options() -> Iterator[None]:
+    """Makes ConfigErrors of the server's functions name the options of the plan."""
+    try:
+        yield
+    except ConfigError as error:
+        text = _SETTING.sub(lambda m: _OPTIONS.get(m[0], m[0].replace("_", "-")), str(error))
+        raise ConfigError(text) from error
 
 
 def parse_tokens(name: str, text: str) -> int:

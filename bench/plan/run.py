@@ -103,10 +103,10 @@ def run(
     }
     if len(chosen) == 1:
         cost, bound = _costs(shape, precision, chosen[0])
-        in_file = None  # first, because it refuses most
-        if offload is not None:
-            in_file = kv_beyond_memory(cost, offload, batches, contexts)
         beyond = beyond_memory(cost, batches, min(contexts), devices, weights or Beyond())
+        in_file = None
+        if offload is not None:
+            in_file = kv_beyond_memory(cost, offload, batches, contexts, beyond)
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console, is_beyond=beyond is not None)
         result |= {"details": detailed.as_json()} | _beyond(beyond, in_file, console)

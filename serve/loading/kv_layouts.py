@@ -116,10 +116,10 @@ def check_offload(config: EngineConfig, precision: Precision, spec: ModelSpec) -
         return
     if precision.backend != "cpu" or not native_library.is_available():
         raise ConfigError(f"{OFFLOAD} needs the native kernels of the cpu back end")
-    check_model(config, precision, spec)
+    check_offloadable(config, precision, spec)
 
 
-def check_model(config: EngineConfig, precision: Precision, spec: HasLayers) -> None:
+def check_offloadable(config: EngineConfig, precision: Precision, spec: HasLayers) -> None:
     """Raises ConfigError for settings and models with which K/V cannot be beyond memory, on
     whichever machine."""
     if precision.kv not in TILED_TYPES:
