@@ -24,7 +24,10 @@ _GRID = "Many GPUs for one long prompt"
 _PARTED = "Prompts apart from answers"
 _OFFLOAD = "K/V beyond memory"
 _BEYOND = "Weights beyond memory"
-_OF_KV = "kv-offload-bytes", "kv-cache-bytes", "disk-rate", "kv-policy", "kv-offload-dir"
+_OF_KV = (
+    *("kv-offload-bytes", "kv-cache-bytes", "disk-rate", "kv-policy", "kv-offload-dir"),
+    *("max-num-seqs", "max-model-len"),
+)
 _OF_WEIGHTS = "weight-memory-bytes", "host", "host-memory", "link-rate", "disk-rate"
 NOT_SERVED = 3  # exit code
 
@@ -167,6 +170,14 @@ def plan(
             rich_help_panel=_OFFLOAD,
         ),
     ] = None,
+    max_num_seqs: Annotated[
+        int | None,
+        typer.Option(help="That of the server; by default its own.", rich_help_panel=_OFFLOAD),
+    ] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(help="That of the server; by default the model's.", rich_help_panel=_OFFLOAD),
+    ] = None,
     disk_rate: Annotated[
         int | None,
         typer.Option(
@@ -250,7 +261,10 @@ def plan(
             return
         budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
         others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
-        of_kv = kv_offload_bytes, kv_cache_bytes, disk_rate, kv_policy, kv_offload_dir
+        of_kv = (
+            *(kv_offload_bytes, kv_cache_bytes, disk_rate, kv_policy, kv_offload_dir),
+            *(max_num_seqs, max_model_len),
+        )
         in_file: dict[str, Any] = dict(zip(_OF_KV, of_kv, strict=True))
         of_weights = weight_memory_bytes, host, host_memory, link_rate, disk_rate
         beyond: dict[str, Any] = dict(zip(_OF_WEIGHTS, of_weights, strict=True))
@@ -310,7 +324,7 @@ def _offload(options: Mapping[str, Any]) -> KVOffload | None:
     """Returns what the options say of K/V in a file; None if they say nothing."""
     from bench.plan.kv_beyond_memory import KVOffload
 
-    file_bytes, memory_bytes, rate, policy, folder = options.values()
+    file_bytes, memory_bytes, rate, policy, folder, *of_sequences = options.values()
     for name, value in options.items():
         if value is not None and file_bytes is None and name != "disk-rate":
             raise ConfigError(f"{name} needs kv-offload-bytes")
@@ -318,7 +332,7 @@ def _offload(options: Mapping[str, Any]) -> KVOffload | None:
             raise ConfigError(f"{name} must be above 0")
     if file_bytes is None:
         return None
-    return KVOffload(file_bytes, memory_bytes, policy or "off", rate, folder)
+    return KVOffload(file_bytes, memory_bytes, policy or "off", rate, folder, *of_sequences)
 
 
 def _beyond(options: Mapping[str, Any]) -> Beyond:
@@ -369,20 +383,8 @@ def _plan_parted(
 
 
 def _show_known(hardware: Path | None) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from bench.plan.hardware import load_devices
     from bench.plan.shapes import known_models
-    from bench.plan.tables import marked, print_meanings
+    from bench.plan.tables import print_known
 
-    console = Console()
-    console.print("models: " + ", ".join(known_models()), highlight=False)
-    table = Table("machine", "memory, GB", "GB/s", "TOP/s or TFLOP/s", "$/h", title="machines")
-    for name, device in load_devices(hardware).items():
-        peaks = ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.operations.items())
-        price = "" if device.dollars_per_h is None else f"{device.dollars_per_h:g}"
-        sizes = [f"{value / 1e9:,.0f}" for value in (device.memory_bytes, device.bytes_per_s)]
-        table.add_row(marked(device, name), *sizes, peaks, price)
-    console.print(table)
-    print_meanings(load_devices(hardware).values(), False, console)
+    print_known(known_models(), load_devices(hardware))

@@ -153,7 +153,9 @@ def kv_beyond_memory(
     policy, sizes = config.policy, sized.sizes
     token_bytes = sizes.pages.groups[0].token_bytes
     disk = asked.disk_bytes_per_s or _measured(folder, sized.unit_bytes, policy)
-    read_s = {} if weights is None else {step.batch: step.seconds for step in weights.steps}
+    read_s = {}
+    if weights is not None:
+        read_s = {step.batch: step.read_bytes / weights.disk_bytes_per_s for step in weights.steps}
     steps = [
         _step(cost, policy, (batch, context), token_bytes, sizes.resident_bytes, disk, read_s)
         for batch in batches
@@ -171,7 +173,7 @@ def kv_beyond_memory(
         disk,
         asked.disk_bytes_per_s is None,
         steps,
-        weights is not None,
+        any(read_s.values()),
     )
 
 

@@ -3,7 +3,7 @@ not drive have one of MARKS."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, log10
 from typing import Any
@@ -106,6 +106,20 @@ def details(
         for length in contexts
     ]
     return Details(cost, cells, prompts)
+
+
+def print_known(models: Iterable[str], devices: Mapping[str, Device]) -> None:
+    """Prints the models and machines that have a name."""
+    console = Console()
+    console.print("models: " + ", ".join(models), highlight=False)
+    table = Table("machine", "memory, GB", "GB/s", "TOP/s or TFLOP/s", "$/h", title="machines")
+    for name, device in devices.items():
+        peaks = ", ".join(f"{kind} {peak / 1e12:g}" for kind, peak in device.operations.items())
+        price = "" if device.dollars_per_h is None else f"{device.dollars_per_h:g}"
+        sizes = [f"{value / 1e9:,.0f}" for value in (device.memory_bytes, device.bytes_per_s)]
+        table.add_row(marked(device, name), *sizes, peaks, price)
+    console.print(table)
+    print_meanings(devices.values(), False, console)
 
 
 def print_details(
