@@ -22,7 +22,6 @@ from serve.errors import ConfigError
 from serve.loading.host_weights import placement as beside
 from serve.loading.host_weights.placement import SHARE_OF_HOST, DeviceNeeds, LayerNeeds, LinkSpeeds
 from serve.loading.streaming.placement import (
-    MIN_HEAD_BYTES,
     SHARE_OF_FREE,
     Mixtures,
     Needs,
@@ -31,6 +30,7 @@ from serve.loading.streaming.placement import (
 )
 
 DEFAULT_HOST = "ryzen-9950x"
+_SCALE_BYTES = 4
 _ASSUMED_LINK, _ASSUMED_DISK = 25e9, 5e9  # PCIe 4.0 x16 as it is reached, and one NVMe disk
 
 
@@ -223,25 +223,29 @@ def device_needs(shape: Shape, precision: Precision) -> DeviceNeeds:
 
 def needs_of(shape: Shape, precision: Precision) -> Needs:
     """Returns what a model is made of: layers as large as one another, and its experts."""
-    block, head = shape.block_bytes(precision), shape.head_bytes(precision)
+    from serve.loading.streaming.estimate import expected_needs  # imports torch
+
+    layer, head = shape.block_bytes(precision) / shape.num_layers, shape.head_bytes(precision)
+    num_out = shape.head_parameters // shape.hidden
+    if precision.is_quantized:  # each output has a scale
+        layer += _SCALE_BYTES * shape.layer_outputs
+        head += _SCALE_BYTES * num_out
     bytes_each = precision.weight_bits / 8
-    experts = shape.expert_parameters * bytes_each
-    table = shape.weight_bytes(precision) - block - head - experts
-    layers = [int(block / shape.num_layers)] * shape.num_layers
-    part = max(MIN_HEAD_BYTES, layers[0])
-    parts = max(1, round(head / part))
     mixtures: dict[tuple[int, float], list[int]] = {}
     for each in shape.mixtures:
         mixtures.setdefault((each.top_k, each.parameters), []).append(each.num_experts)
-    return Needs(
-        fixed_bytes=0,
-        table_bytes=int(max(0, table)),
-        row_bytes=0,
-        units=(*layers, *[int(head / parts)] * parts),
-        mixtures=tuple(
+    number_bytes = 4 if precision.weights == "float32" else 2
+    return expected_needs(
+        layers=[layer] * shape.num_layers,
+        head=head,
+        num_out=num_out,
+        table=shape.embedding_parameters * number_bytes,
+        num_rows=num_out,
+        fixed=shape.other_parameters * (4 if precision.is_quantized else number_bytes),
+        mixtures=[
             Mixtures(tuple(counts), top_k, int(parameters * bytes_each))
             for (top_k, parameters), counts in mixtures.items()
-        ),
+        ],
     )
 
 

@@ -64,6 +64,10 @@ class Precision:
         return 8.0 if self.weights in _QUANTIZED else self.weight_bits
 
     @property
+    def is_quantized(self) -> bool:
+        return self.weights in _QUANTIZED
+
+    @property
     def factors(self) -> tuple[str, ...]:
         """The types in which products may multiply, best first."""
         return _FACTORS[self.weights]
@@ -102,6 +106,13 @@ class Shape:
     @property
     def num_layers(self) -> int:
         return len(self.windows) + self.num_other_layers
+
+    @property
+    def layer_outputs(self) -> int:
+        """The outputs of the products of a layer, if it has attention and a gated MLP, without
+        those of experts."""
+        ffn = 0 if self.mixtures else 2 * self.ffn
+        return self.q_width + 2 * self.kv_width + 2 * self.hidden + ffn
 
     @property
     def num_heads(self) -> int:

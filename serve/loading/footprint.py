@@ -103,16 +103,20 @@ def bytes_of(
     bits = head_bits = _BITS.get(precision.weights, plain_bits)
     if bits == 4:
         bits, head_bits = bits + _GROUP_SCALE_BITS / config.weight_group, 8.0
-    in_file = 4 if spec.torch_dtype == "float32" else 2
     # a tied table is in memory twice: in the file's type, and packed for the last product
     looked_up = counts.tables + (counts.head if spec.is_tied else 0)
     return WeightBytes(
         packed.blocks + counts.blocks * bits / 8,
         packed.experts + counts.experts * bits / 8,
         packed.head + counts.head * head_bits / 8,
-        looked_up * in_file,
+        looked_up * _table_bytes(spec),
         packed.others + counts.others * _OTHER_BYTES,
     )
+
+
+def _table_bytes(spec: ModelSpec) -> int:
+    """Returns the bytes of a number in the file, in whose type tables stay."""
+    return 4 if spec.torch_dtype == "float32" else 2
 
 
 def packed_sizes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> PackedSizes:
@@ -264,16 +268,30 @@ def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> 
 
 
 def streamed_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> tuple[int, int]:
-    """Returns about_bytes, and a number of bytes without which no weights can stream: two layers of
-    the mean size, and the experts of a row and of what is read ahead. What a model needs
-    (streaming.placement.least_bytes) is known when it is packed, and is more."""
+    """Returns about_bytes, and a number of bytes without which no weights can stream: the least of
+    a model with layers of the mean size, without norms, biases and scales of outputs. What a model
+    needs is known when it is packed, and is a little more."""
+    from serve.loading.streaming.estimate import expected_needs  # only such models need it
+    from serve.loading.streaming.placement import Mixtures, least_bytes
+
     found, layers = _by_headers(config, spec, precision), spec.num_layers
-    least = found.blocks * min(1.0, 2 / max(1, layers))
+    mixtures = []
     if spec.mixtures:
-        total = sum(each.num_experts for each in spec.mixtures)
-        used = min(total, 2 * min(each.router.top_k for each in spec.mixtures))
-        least += found.experts * used / total
-    return int(_PACKED * found.total), int(least)
+        counts = tuple(each.num_experts for each in spec.mixtures)
+        top_k = min(each.router.top_k for each in spec.mixtures)
+        mixtures.append(Mixtures(counts, top_k, int(found.experts / sum(counts))))
+    table = found.tables
+    if precision.weights == "plain":  # in the type of rows, if that is smaller
+        table *= min(1.0, precision.compute.itemsize / _table_bytes(spec))
+    needs = expected_needs(
+        layers=[found.blocks / layers] * layers,
+        head=found.head,
+        num_out=spec.vocab_size,
+        table=table,
+        num_rows=spec.vocab_size,
+        mixtures=mixtures,
+    )
+    return int(_PACKED * found.total), least_bytes(needs)
 
 
 def _by_headers(config: EngineConfig, spec: ModelSpec, precision: Precision) -> WeightBytes:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from serve.errors import ConfigError
-from serve.loading.streaming import placement, tables
+from serve.loading.streaming import tables
 from serve.loading.streaming.experts import ExpertSlots
-from serve.loading.streaming.placement import Mixtures, Needs
+from serve.loading.streaming.placement import Mixtures, Needs, is_large
 from serve.loading.streaming.source import can_split, split_layer
 from serve.loading.streaming.units import (
     EXPERT,
@@ -98,7 +98,7 @@ class Division:
                 self.fixed += use.spans
         largest = max((sum(each.num_bytes for each in spans) for spans in self.spans), default=0)
         for use in heads:
-            self.head = split_layer(use.layers[0], max(placement.MIN_HEAD_BYTES, largest))
+            self.head = split_layer(use.layers[0], largest)
 
     def _grouped(self, weights: DecoderWeights) -> list[Group]:
         groups: dict[tuple[object, ...], Group] = {}
@@ -127,8 +127,7 @@ class Division:
 
 
 def _is_large(table: Use) -> bool:
-    """Returns whether a table takes more memory than what its rows are read into."""
-    return sum(span.num_bytes for span in table.spans) > 2 * _row_bytes(table)
+    return is_large(sum(span.num_bytes for span in table.spans), _row_bytes(table))
 
 
 def _row_bytes(table: Use) -> int:

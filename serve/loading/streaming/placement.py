@@ -77,6 +77,19 @@ class Placement:
     streamed_bytes: int
 
 
+def is_large(table_bytes: int, row_bytes: int) -> bool:
+    """Returns whether a table takes more memory than what its rows are read into. Others stay."""
+    return table_bytes > 2 * row_bytes
+
+
+def head_cuts(num_bytes: int, panels: int, largest_layer: int) -> list[int]:
+    """Returns where the last product is divided, in panels of its outputs: into parts as large as
+    the largest layer, or MIN_HEAD_BYTES, at most, if a panel is not larger."""
+    most = max(MIN_HEAD_BYTES, largest_layer, 1)
+    count = min(panels, max(1, -(-num_bytes // most)))
+    return [panels * i // count for i in range(count + 1)]
+
+
 def least_bytes(needs: Needs) -> int:
     """Returns the least memory with which a model can be computed."""
     slots = sum(each.min_slots * each.slot_bytes for each in needs.mixtures)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ops.backend import NO_FUSION, ExpertsOp, Fusion, LinearOp
 from ops.cpu.native_stored import LayerKind, restore
+from serve.loading.streaming.placement import head_cuts
 from serve.loading.streaming.units import ModelUses, Use
 from serve.models.loaded_tensors import LoadedTensors
 from serve.models.packed_cache.layout import LayerEntry, Span
@@ -131,14 +132,12 @@ def can_split(use: Use) -> bool:
     return len(parts) == 1 and isinstance(parts[0], LayerEntry) and parts[0].kind.num_out > PANEL
 
 
-def split_layer(entry: LayerEntry, most_bytes: int) -> list[LayerEntry]:
-    """Divides a product without gates by its outputs into entries of at most so many bytes, if a
-    panel is not larger."""
+def split_layer(entry: LayerEntry, largest_layer: int) -> list[LayerEntry]:
+    """Divides a product without gates by its outputs, as `head_cuts` says."""
     kind, panels = entry.kind, -(-entry.kind.num_out // PANEL)
     total = sum(span.num_bytes for span in entry.buffers)
-    count = min(panels, max(1, -(-total // max(1, most_bytes))))
-    found, cuts = [], [panels * i // count for i in range(count + 1)]
-    for first, end in pairwise(cuts):
+    found = []
+    for first, end in pairwise(head_cuts(total, panels, largest_layer)):
         spans = []
         for span in entry.buffers:
             size = span.num_bytes // panels

@@ -118,7 +118,11 @@ def test_batches_that_do_not_fit_are_left_out() -> None:
 @pytest.mark.parametrize(
     ("cost", "asked", "message"),
     [
-        (("qwen3.5-0.8b",), {}, "kv-offload-bytes cannot be used with qwen3.5-0.8b, whose layers h"),
+        (
+            ("qwen3.5-0.8b",),
+            {},
+            "kv-offload-bytes cannot be used with qwen3.5-0.8b, whose layers h",
+        ),
         (("gemma-3-4b",), {}, "gemma-3-4b, which has windows"),
         (("deepseek-v2-lite",), {}, "deepseek-v2-lite, which has latent K/V"),
         (
