@@ -15,6 +15,7 @@ from bench.plan.capacity import kv_bytes
 from bench.plan.cost import MachineCost
 from bench.plan.efficiency import expected
 from bench.plan.hardware import HERE, Device
+from bench.plan.quantities import naming_options
 from bench.plan.serving import decode_work
 from bench.plan.shapes import Precision, Shape
 from bench.plan.tables import gb_text, ms_text, rate_text
@@ -22,12 +23,15 @@ from serve.errors import ConfigError
 from serve.loading.host_weights import placement as beside
 from serve.loading.host_weights.placement import SHARE_OF_HOST, DeviceNeeds, LayerNeeds, LinkSpeeds
 from serve.loading.streaming.placement import (
+    LEAST_SHARE,
     SHARE_OF_FREE,
     Mixtures,
     Needs,
     bytes_of_step,
     place,
 )
+from serve.machine import total_memory
+from serve.units import format_memory
 
 DEFAULT_HOST = "ryzen-9950x"
 _SCALE_BYTES = 4
@@ -87,10 +91,13 @@ def beyond_memory(
     devices: Mapping[str, Device],
     asked: Beyond,
     measure: Callable[[], float] | None = None,
+    *,
+    kv_cache_bytes: int | None = None,
 ) -> BeyondMemory | None:
     """Returns None if the weights fit and no weight_bytes were asked for. Where a server has no
     such way, or even the parts of a step do not fit: ConfigError if anything was asked for, else
-    None. context: tokens of each sequence. measure: returns this disk's bytes a second."""
+    None. context: tokens of each sequence. measure: returns this disk's bytes a second.
+    kv_cache_bytes: memory that K/V takes by its own setting."""
     device = cost.machine.device
     is_beside = device.kind == "gpu" and device.backend == "cuda"
     if not is_beside and (asked.host, asked.host_bytes, asked.link) != (None, None, None):
@@ -99,12 +106,13 @@ def beyond_memory(
         )
     if asked.weight_bytes is None and kv_bytes(cost) > 0:
         return None
-    budget = asked.weight_bytes or int(SHARE_OF_FREE * device.memory_bytes)
     try:
-        _check(cost, asked)
-        if is_beside:
-            return _beside_gpu(cost, batches, context, devices, asked, budget)
-        return _from_disk(cost, batches, context, asked, budget, measure)
+        with naming_options():
+            _check(cost, asked)
+            budget = _budget(cost, asked.weight_bytes, kv_cache_bytes or 0)
+            if is_beside:
+                return _beside_gpu(cost, batches, context, devices, asked, budget)
+            return _from_disk(cost, batches, context, asked, budget, measure)
     except ConfigError:
         if asked == Beyond():
             return None
@@ -120,6 +128,25 @@ def _check(cost: MachineCost, asked: Beyond) -> None:
         raise ConfigError(f"weights beyond memory need a CPU or CUDA, not {device.name}")
     if device.kind == "cpu" and device.name != HERE and asked.disk is None:
         raise ConfigError("weights beyond memory need disk-rate for a CPU that is not here")
+
+
+def _budget(cost: MachineCost, asked: int | None, kv_cache_bytes: int) -> int:
+    """Returns the memory of weights, as serve.loading.footprint.weight_budget. ConfigError if the
+    machine has less."""
+    device, about = cost.machine.device, cost.shape.weight_bytes(cost.precision)
+    free = int(device.memory_bytes)
+    if asked is not None:
+        total = total_memory() if device.name == HERE else free
+        if asked > total:
+            raise ConfigError(
+                f"weight_memory_bytes: {format_memory(asked)} asked for, but {device.name} has"
+                f" {format_memory(total)}"
+            )
+        return min(asked, free)
+    budget = min(int(SHARE_OF_FREE * free), free - kv_cache_bytes)
+    if budget < LEAST_SHARE * about:
+        raise ConfigError(f"the weights take {format_memory(about)}: too few of them would fit")
+    return budget
 
 
 def _from_disk(
@@ -275,9 +302,10 @@ def print_beyond(found: BeyondMemory, console: Console) -> None:
             " least as long as this."
         )
     console.print(text, highlight=False)
-    table = Table("batch", "copied in a step", "read in a step", "step, ms", "tokens/s")
+    copied = [] if found.host is None else ["copied in a step"]
+    table = Table("batch", *copied, "read in a step", "step, ms", "tokens/s")
     for step in found.steps:
-        sizes = gb_text(step.copied_bytes), gb_text(step.read_bytes)
+        sizes = [gb_text(step.copied_bytes)] * len(copied) + [gb_text(step.read_bytes)]
         speed = rate_text(step.batch / step.seconds)
         table.add_row(str(step.batch), *sizes, ms_text(step.seconds), speed)
     console.print(table)

@@ -103,7 +103,11 @@ def run(
     }
     if len(chosen) == 1:
         cost, bound = _costs(shape, precision, chosen[0])
-        beyond = beyond_memory(cost, batches, min(contexts), devices, weights or Beyond())
+        kv_bytes = None if offload is None else offload.memory_bytes
+        asked = weights or Beyond()
+        beyond = beyond_memory(
+            cost, batches, min(contexts), devices, asked, kv_cache_bytes=kv_bytes
+        )
         in_file = None
         if offload is not None:
             in_file = kv_beyond_memory(cost, offload, batches, contexts, beyond)

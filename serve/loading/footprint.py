@@ -33,10 +33,10 @@ logger = logging.getLogger(__name__)
 # bits of a weight of a product, without the scales of groups
 _BITS = {"int8": 8.0, "fp8": 8.0, **dict.fromkeys(ROUNDED_TO_4_BITS, 4.0)}
 _GROUP_SCALE_BITS = 16
+_CHANNEL_BYTES = 4  # the scale of an output of a quantized product
 _OTHER_BYTES = 4  # norms, biases and routers are fp32, or negligible
 _SMALLER = ("bfloat16", "int8", "int4")
 _PACKED = 1.02  # the file of packed weights, in the weights
-_LEAST_SHARE = 0.05  # of all weights that must fit for a start without weight_memory_bytes
 _KV_SHARE_OF_DEVICE = 0.8  # of a GPU's memory beside the weights; steps and graphs take the rest
 
 
@@ -240,13 +240,14 @@ def weight_budget(config: EngineConfig, spec: ModelSpec, precision: Precision) -
     try:
         check_weights_fit(config, spec, precision)
     except ConfigError as error:
-        from serve.loading.streaming.placement import SHARE_OF_FREE  # only such models need it
+        # only such models need it
+        from serve.loading.streaming.placement import LEAST_SHARE, SHARE_OF_FREE
 
         budget = int(free_memory(precision) * SHARE_OF_FREE)
         if config.kv_cache_bytes is not None:
             budget = min(budget, free_memory(precision) - config.kv_cache_bytes)
         about = about_bytes(config, spec, precision)
-        if _refusal(config, precision) is not None or budget < _LEAST_SHARE * about:
+        if _refusal(config, precision) is not None or budget < LEAST_SHARE * about:
             raise
         logger.warning(
             "the weights (%s) do not fit into memory: %s of them will, the rest is %s"
@@ -269,8 +270,8 @@ def about_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> 
 
 def streamed_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) -> tuple[int, int]:
     """Returns about_bytes, and a number of bytes without which no weights can stream: the least of
-    a model with layers of the mean size, without norms, biases and scales of outputs. What a model
-    needs is known when it is packed, and is a little more."""
+    a model with layers of the mean size, without norms, biases and scales. What a model needs is
+    known when it is packed, and is a little more."""
     from serve.loading.streaming.estimate import expected_needs  # only such models need it
     from serve.loading.streaming.placement import Mixtures, least_bytes
 
@@ -283,9 +284,10 @@ def streamed_bytes(config: EngineConfig, spec: ModelSpec, precision: Precision) 
     table = found.tables
     if precision.weights == "plain":  # in the type of rows, if that is smaller
         table *= min(1.0, precision.compute.itemsize / _table_bytes(spec))
+    has_scales = precision.is_int8 and spec.packed is None
     needs = expected_needs(
         layers=[found.blocks / layers] * layers,
-        head=found.head,
+        head=found.head + has_scales * _CHANNEL_BYTES * spec.vocab_size,
         num_out=spec.vocab_size,
         table=table,
         num_rows=spec.vocab_size,

@@ -20,6 +20,8 @@ from serve.units import format_memory
 
 SHARE_OF_FREE = 0.75
 """Of the free memory, for weights that do not fit; the rest is for K/V and steps."""
+LEAST_SHARE = 0.05
+"""Of all weights that must fit for a start without weight_memory_bytes."""
 MIN_HEAD_BYTES = 16 << 20
 """Of a part of the last product, where layers are smaller."""
 MIN_BUFFERS, BUFFERS = 2, 3
