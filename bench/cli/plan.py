@@ -261,11 +261,9 @@ def plan(
             return
         budget: dict[str, object] = {"usd-per-hour": usd_per_h, "usd-per-million": usd_per_m}
         others: dict[str, object] = {"disaggregated": disaggregated or None, "png": png_file}
-        of_kv = (
-            *(kv_offload_bytes, kv_cache_bytes, disk_rate, kv_policy, kv_offload_dir),
-            *(max_num_seqs, max_model_len),
-        )
-        in_file: dict[str, Any] = dict(zip(_OF_KV, of_kv, strict=True))
+        of_kv = kv_offload_bytes, kv_cache_bytes, disk_rate, kv_policy, kv_offload_dir
+        of_kv_too = max_num_seqs, max_model_len
+        in_file: dict[str, Any] = dict(zip(_OF_KV, of_kv + of_kv_too, strict=True))
         of_weights = weight_memory_bytes, host, host_memory, link_rate, disk_rate
         beyond: dict[str, Any] = dict(zip(_OF_WEIGHTS, of_weights, strict=True))
         common: dict[str, Any] = {"dtype": dtype, "kv_dtype": kv_dtype, "json_file": json_file}

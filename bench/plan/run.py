@@ -103,14 +103,8 @@ def run(
     }
     if len(chosen) == 1:
         cost, bound = _costs(shape, precision, chosen[0])
-        kv_bytes = None if offload is None else offload.memory_bytes
         asked = weights or Beyond()
-        beyond = beyond_memory(
-            cost, batches, min(contexts), devices, asked, kv_cache_bytes=kv_bytes
-        )
-        in_file = None
-        if offload is not None:
-            in_file = kv_beyond_memory(cost, offload, batches, contexts, beyond)
+        beyond, in_file = _predict_beyond(cost, batches, contexts, devices, asked, offload)
         detailed = details(cost, bound, batches, contexts)
         print_details(detailed, load, console, is_beyond=beyond is not None)
         result |= {"details": detailed.as_json()} | _beyond(beyond, in_file, console)
@@ -150,6 +144,23 @@ def _slo_and_budget(
         dollars_per_m=_bound("usd-per-million", usd_per_m),
     )
     return slo, budget
+
+
+def _predict_beyond(
+    cost: MachineCost,
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    devices: dict[str, Device],
+    weights: Beyond,
+    offload: KVOffload | None,
+) -> tuple[BeyondMemory | None, KVBeyondMemory | None]:
+    """Returns what is predicted of weights and of K/V that are not all in memory. ConfigError."""
+    kv_bytes = None if offload is None else offload.memory_bytes
+    context = min(contexts)
+    beyond = beyond_memory(cost, batches, context, devices, weights, kv_cache_bytes=kv_bytes)
+    if offload is None:
+        return beyond, None
+    return beyond, kv_beyond_memory(cost, offload, batches, contexts, beyond)
 
 
 def _beyond(

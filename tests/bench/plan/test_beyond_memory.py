@@ -2,16 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from bench.plan.beyond_memory import Beyond, BeyondMemory, beyond_memory, device_needs, needs_of
+from bench.plan.beyond_memory import (
+    Beyond,
+    BeyondMemory,
+    beyond_memory,
+    device_needs,
+    needs_of,
+    print_beyond,
+)
 from bench.plan.cost import Machine, MachineCost
 from bench.plan.efficiency import expected
 from bench.plan.hardware import HERE, Device, load_devices
 from bench.plan.shapes import Precision, load_shape
+from ops.cpu import native_library
+from serve.config import DEFAULT_MODEL, EngineConfig
 from serve.errors import ConfigError
+from serve.loading.streaming.placement import least_bytes, place
+from serve.loading.streaming.tables import memory_for
+from serve.machine import total_memory
+from serve.units import format_memory
+from tests.support.models.packed_models import start
+from tests.support.models.streamed import noted_needs, streaming
 
 INT8 = Precision("int8", "int8")
 DEVICES = load_devices(None)
@@ -57,6 +75,38 @@ def test_nothing_is_said_where_the_weights_fit_or_of_other_machines() -> None:
     other = cost_on(6e9, "llama-3.1-8b", "another")
     assert beyond_memory(other, (1,), 512, *PLAIN) is None
     assert beyond_memory(cost_on(3e8, "llama-3.1-8b"), (1,), 512, *PLAIN) is None
+
+
+@pytest.mark.skipif(not native_library.is_available(), reason="needs the native kernels")
+@pytest.mark.parametrize("dtype", ["int8", "bfloat16"])
+def test_the_placement_is_that_of_a_server(dtype: str, tmp_path: Path) -> None:
+    path, precision = EngineConfig(DEFAULT_MODEL).model_path, Precision(dtype, "int8")
+    with noted_needs() as found, pytest.raises(ConfigError):
+        start(path, streaming(1, tmp_path), weights=dtype)
+    needs, planned = found[-1], needs_of(load_shape(str(path)), precision)
+    assert least_bytes(planned) == least_bytes(needs)
+    for budget in range(least_bytes(needs), needs.total + 1, 1 << 18):
+        one, other = place(needs, budget), place(planned, budget)
+        assert other.has_tables == one.has_tables and other.buffers == one.buffers
+        assert other.is_resident == one.is_resident
+        assert other.streamed_bytes == pytest.approx(one.streamed_bytes, rel=0.03)
+        assert other.num_bytes == pytest.approx(one.num_bytes, rel=0.03)
+
+
+def test_a_large_table_has_a_buffer_for_its_rows() -> None:
+    needs = needs_of(load_shape("llama-3.1-8b"), INT8)
+    assert needs.row_bytes == memory_for(4096 * 2) and needs.table_bytes == 128256 * 4096 * 2
+    least = needs.fixed_bytes + needs.row_bytes + 2 * max(needs.units)
+    cost = cost_on(6e9, "llama-3.1-8b")
+    for budget, is_enough in ((least, True), (least - 1, False)):
+        with (
+            contextlib.nullcontext()
+            if is_enough
+            else pytest.raises(
+                ConfigError, match=f"weight-memory-bytes {format_memory(budget)} is too little"
+            )
+        ):
+            beyond_memory(cost, (1,), 512, DEVICES, Beyond(weight_bytes=budget, disk=1e9))
 
 
 def plain_cost(model: str, name: str, num_devices: int = 1) -> MachineCost:
@@ -117,11 +167,34 @@ def test_the_needs_beside_a_gpu_are_all_weights() -> None:
 def test_what_is_asked_for_and_not_possible_is_named() -> None:
     with pytest.raises(ConfigError, match="host 'l4' is none of: epyc"):
         beside("llama-3.1-70b", "rtx-4090", host="l4")
-    with pytest.raises(ConfigError, match=r"host_weight_bytes .* too little"):
+    with pytest.raises(ConfigError, match=r"host-memory .* too little"):
         beside("llama-3.1-70b", "rtx-4090", host_bytes=1 << 20)
     with pytest.raises(ConfigError, match="need a GPU with CUDA, not here"):
         beyond_memory(cost_on(6e9, "llama-3.1-8b"), (1,), 512, DEVICES, Beyond(link=1e9))
     assert beyond_memory(plain_cost("default", "l4"), (1,), 512, DEVICES, Beyond()) is None
+
+
+def test_more_memory_than_there_is_is_refused() -> None:
+    with pytest.raises(ConfigError, match="weight-memory-bytes: 100 GiB asked for, but rtx-4090 "):
+        beside("llama-3.1-70b", "rtx-4090", weight_bytes=100 << 30)
+    cost, asked = cost_on(6e9, "llama-3.1-8b"), Beyond(weight_bytes=total_memory() + 1, disk=1e9)
+    with pytest.raises(ConfigError, match=r"weight-memory-bytes: .* asked for, but here has"):
+        beyond_memory(cost, (1,), 512, DEVICES, asked)
+
+
+def test_k_v_with_a_size_of_its_own_leaves_the_rest_to_weights() -> None:
+    cost = cost_on(6e9, "llama-3.1-8b")
+    found = beyond_memory(cost, (1,), 512, *PLAIN, kv_cache_bytes=3_000_000_000)
+    assert found is not None and 2.7e9 < found.memory_bytes <= 3e9
+    assert beyond_memory(cost, (1,), 512, *PLAIN, kv_cache_bytes=5_900_000_000) is None
+
+
+def test_only_beside_a_gpu_there_is_a_column_of_copies(capsys: pytest.CaptureFixture[str]) -> None:
+    found = beyond_memory(cost_on(6e9, "llama-3.1-8b"), (1,), 512, *PLAIN)
+    assert found is not None
+    for each, is_said in ((found, False), (beside("llama-3.1-70b", "rtx-4090"), True)):
+        print_beyond(each, Console(width=120))
+        assert ("copied in a step" in capsys.readouterr().out) == is_said
 
 
 @pytest.mark.parametrize(

@@ -14,15 +14,21 @@ from torch import Tensor
 
 from memory.tiers.block_file import Transfer, os_error
 from ops.cpu import native_library
-from serve.errors import ModelLoadError
+from serve.config import DEFAULT_MODEL, EngineConfig
+from serve.errors import ConfigError, ModelLoadError
+from serve.loading.footprint import streamed_bytes
+from serve.loading.precision import resolve_precision
 from serve.loading.streaming import build, speeds
+from serve.loading.streaming.placement import least_bytes
 from serve.loading.streaming.units import PIECE_BYTES
+from serve.models import read_spec
 from serve.models.packed_cache import folder as folders
 from tests.support.models.packed_models import copy_of_model, logits, start
 from tests.support.models.streamed import (
     FaultyFile,
     least_budget,
     make_small,
+    noted_needs,
     stream_of,
     streaming,
     use_faulty,
@@ -66,6 +72,18 @@ def test_the_ring_has_its_memory_before_its_first_layers_have_come(
     assert [num_absent(part) for part in stream._memory] == [0] * len(stream._memory)
     files[-1].read(held)
     stream.close()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int4", "bfloat16"])
+def test_the_least_memory_is_known_before_packing(dtype: str, tmp_path: Path) -> None:
+    config = EngineConfig(DEFAULT_MODEL, dtype=dtype, backend="cpu")
+    spec = read_spec(config.model_path)
+    precision = resolve_precision(config, spec, is_trial=True)
+    _, least = streamed_bytes(config, spec, precision)
+    with noted_needs() as found, pytest.raises(ConfigError):
+        start(config.model_path, streaming(1, tmp_path), weights=dtype)
+    need = least_bytes(found[-1])
+    assert 0.99 * need < least <= need
 
 
 def test_a_lack_of_memory_does_not_cost_the_file(
