@@ -81,7 +81,23 @@ def test_sizes_are_those_of_a_server(model: Path, policy: str, kv_dtype: str) ->
     assert found.bounds_bytes == sizes.bounds_bytes
     assert found.recent_bytes == sizes.recent_bytes
     assert found.tokens * found.token_bytes == sizes.pool_bytes
+    assert found.bounds_bytes < 0.11 * sizes.pool_bytes, "pages are not padded much"
     assert (found.bounds_bytes > 0, found.recent_bytes > 0) == (policy != "off", kv_dtype == "int4")
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_larger_pages_never_cost_a_sequence_its_length(left: int) -> None:
+    """Those of 16 tokens have as many bytes of padding as bounds."""
+    layers, tile = [AttentionLayer(2, 2, 32, 1.0)] * 4, 16 << 10
+    layout = OffloadedKVLayout(layers, "int8", 64, has_bounds=True)
+    memory, file = 8 * MIB, 61 * tile
+    tokens = (memory + file) // tile * 16 - left * 1024
+    config = EngineConfig(
+        max_model_len=tokens, max_num_seqs=4, kv_cache_bytes=memory, kv_offload_bytes=file
+    )
+    sizes = size_offload(config, load_shape(MODEL), layout, None, is_trial=True)
+    assert sizes.pages.max_model_len == tokens
+    assert sizes.pages.page_bytes == (tile if left == 0 else 4 * tile)
 
 
 def test_a_step_reads_what_memory_lacks_at_the_disks_rate() -> None:
