@@ -332,7 +332,7 @@ def test_more_than_the_disk_has_is_refused_with_the_figures(tmp_path):
         LLM(DEFAULT_MODEL, **LITTLE | many, kv_offload_dir=tmp_path)
 
 
-@pytest.mark.parametrize(("memory", "is_said"), [(6 << 20, True), (64 << 20, False)])
+@pytest.mark.parametrize(("memory", "is_said"), [(4 << 20, True), (64 << 20, False)])
 def test_a_memory_that_bounds_fill_gets_a_warning(memory, is_said, tmp_path, caplog):
     sizes = {"kv_cache_bytes": memory, "kv_offload_bytes": 40 << 20, "kv_policy": QUEST}
     with LLM(DEFAULT_MODEL, dtype="int8", **sizes, kv_offload_dir=tmp_path):
