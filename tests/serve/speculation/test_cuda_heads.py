@@ -27,14 +27,14 @@ def test_same_tokens(head, dtype, tmp_path):
     kind, family, variant = HEADS[head]
     settings = SMALL | settings_of(tmp_path, kind, family, variant) | {"dtype": dtype}
     prompts, params = requests()
-    params = [replace(each, max_tokens=5) for each in params]
+    params = [replace(each, max_tokens=7) for each in params]
     with LLM(**settings | PLAIN) as llm:
         expected = results(llm.generate(prompts, params, use_tqdm=False))
     with LLM(**settings) as llm:
         drafts = always_draft(llm)
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert [r[:4] for r in results(outputs)] == [r[:4] for r in expected]
-        assert llm.stats().num_draft_tokens >= 4
+        assert llm.stats().num_draft_tokens >= 2  # not after steps that are launched ahead
         assert llm.stats().pages_in_use == 0
         assert not drafts._texts
 
