@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bench.common.checkpoint_shapes import config_of
 from bench.common.checkpoints import write_random
@@ -27,6 +27,9 @@ from serve.loading.footprint import weight_bytes
 from serve.loading.precision import resolve_precision
 from serve.models import read_spec
 
+if TYPE_CHECKING:
+    from serve.loading.host_weights.cache import HostWeights
+
 _PROMPTS = ([5, 6, 7, 8], [9] * 7, [11, 12])
 # of log-probabilities of first tokens in int8, which the CPU rounds at other places
 _LARGEST_DIFFERENCE = 0.2
@@ -35,7 +38,9 @@ Answers = list[tuple[list[int], float]]
 
 @dataclass(frozen=True)
 class _Case:
-    """A model of so many layers of a shape. part: of WeightBytes, about half of which leaves."""
+    """A model of so many layers of a shape. part: of WeightBytes, about half of which leaves.
+    min_rows: of a step whose experts all come to the device; None: as measured, which says nothing
+    where kernels are interpreted."""
 
     shape: str
     layers: int
@@ -46,6 +51,7 @@ class _Case:
     num_rows: int = 480  # of the long prompt
     num_prompts: int = len(_PROMPTS)
     changes: dict[str, Any] = field(default_factory=dict)  # of the shape
+    min_rows: int | None = None
 
 
 _SETTINGS: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 512}
@@ -58,7 +64,7 @@ CASES = {
 }
 DRY = {
     "ring": _Case("one-layer", 5, "blocks", _TINY, (1,), 1, 6, 1),
-    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (), 2, 4, 1, {"vocab_size": 320}),
+    "experts": _Case("tiny-mixture", 2, "experts", _TINY, (), 6, 4, 1, {"vocab_size": 320}, 4),
 }
 
 
@@ -100,6 +106,7 @@ def _run(folder: str, case: _Case, name: str, **settings: Any) -> tuple[Answers,
         figures: Figures = {f"{name}_start_s": time.perf_counter() - began}
         if "weight_memory_bytes" in settings:
             figures |= _placed(llm)
+            _set_min_rows(llm, case)
         one = SamplingParams(
             max_tokens=case.num_tokens, temperature=0.0, ignore_eos=True, logprobs=0
         )
@@ -125,13 +132,25 @@ def _run(folder: str, case: _Case, name: str, **settings: Any) -> tuple[Answers,
     return answers, figures
 
 
-def _experts(llm: LLM, case: _Case) -> Figures:
-    """Returns where the experts of host memory were computed. AssertionError if the device did not
-    compute those that it should."""
+def _set_min_rows(llm: LLM, case: _Case) -> None:
+    on_device = _host_weights(llm).on_device
+    if case.min_rows is not None:
+        assert on_device is not None, "the device has no room for experts"
+        on_device.min_rows = case.min_rows
+
+
+def _host_weights(llm: LLM) -> HostWeights:
     from serve.loading.host_weights.cache import HostWeights
 
     stream = llm._loaded.weight_stream
-    assert isinstance(stream, HostWeights)
+    assert isinstance(stream, HostWeights), "the weights do not fit the budget"
+    return stream
+
+
+def _experts(llm: LLM, case: _Case) -> Figures:
+    """Returns where the experts of host memory were computed. AssertionError if the device did not
+    compute those that it should."""
+    stream = _host_weights(llm)
     if not stream.experts_on_cpu:
         return {}
     stats, on_device = stream.stats(), stream.on_device
@@ -154,11 +173,10 @@ def _experts(llm: LLM, case: _Case) -> Figures:
 
 def _placed(llm: LLM) -> Figures:
     """Returns what is where, and what a step of one row takes at least by the measured speeds."""
-    from serve.loading.host_weights.cache import HostWeights, measure_speeds
+    from serve.loading.host_weights.cache import measure_speeds
     from serve.loading.host_weights.placement import expected_step_s
 
-    stream = llm._loaded.weight_stream
-    assert isinstance(stream, HostWeights), "the weights do not fit the budget"
+    stream = _host_weights(llm)
     speeds = measure_speeds(stream.link)
     return {
         "layers_in_ring": len(stream.placement.ring_layers),
