@@ -240,7 +240,6 @@ class Front:
             body,
             more={},
             answer_headers={},
-            last_event=bytes,
             left_out=frozenset(JOURNAL),  # what servers tell the hop is not for its clients
         )
 

@@ -79,7 +79,7 @@ class Proxy:
         *,
         more: Mapping[str, str],
         answer_headers: Mapping[str, str],
-        last_event: Callable[[], bytes],
+        last_event: Callable[[], Awaitable[bytes]] | None = None,
         on_begin: Callable[[bytes], object] | None = None,
         left_out: frozenset[str] = frozenset(),
     ) -> web.StreamResponse:
@@ -87,7 +87,7 @@ class Proxy:
 
         more: headers of the request to set. left_out: those, in lower case, to leave out.
         answer_headers: headers to add to the answer. last_event: makes the event that ends a stream
-        which broke off between two events. on_begin: is called with the first bytes of the answer.
+        which broke off between two events; None: there is none. on_begin: is called with the first bytes of the answer.
         Raises UpstreamLostError, and ConnectionError if the client has left or reads nothing.
         """
         headers = forwarded_headers(request.headers, NOT_FORWARDED | left_out)
@@ -119,7 +119,7 @@ class Proxy:
         request: web.BaseRequest,
         answer: aiohttp.ClientResponse,
         answer_headers: Mapping[str, str],
-        last_event: Callable[[], bytes],
+        last_event: Callable[[], Awaitable[bytes]] | None,
         on_begin: Callable[[bytes], object] | None,
     ) -> web.StreamResponse:
         response = web.StreamResponse(
@@ -140,7 +140,8 @@ class Proxy:
                 if not (is_stream and last == b"\n\n"):
                     raise UpstreamLostError(str(error) or repr(error)) from error
                 piece = b""
-                await self._send(request, last_event())
+                if last_event is not None:
+                    await self._send(request, await last_event())
             if not piece:
                 break
             if on_begin is not None:

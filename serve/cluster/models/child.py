@@ -103,6 +103,11 @@ class Child:
         except TimeoutError:
             await self.kill()
 
+    async def wait(self, seconds: float) -> None:
+        """Waits until it has ended, so long at most."""
+        if self._watching is not None:
+            await asyncio.wait([self._watching], timeout=seconds)
+
     async def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
         if self._watching is not None:

@@ -48,6 +48,7 @@ from serve.http.edge.sse import named_event
 logger = logging.getLogger("serve.access")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.CLIENT_REQUEST_ID_CHARS}}}")
 _ANTHROPIC = "/v1/messages"
+_END_S = 1.0  # from the end of a process's connections to its own
 
 
 @dataclass(slots=True)
@@ -264,7 +265,8 @@ class FrontApp:
             left_s -= time.monotonic() - call.arrived_s
             more[TIMEOUT_HEADER] = f"{max(0.001, left_s):.3f}"
 
-        def last_event() -> bytes:
+        async def last_event() -> bytes:
+            await child.wait(_END_S)
             error = self._failed(model)
             if call.is_anthropic:
                 return named_event("error", error_object(error, call.request_id))
@@ -287,6 +289,8 @@ class FrontApp:
             if not lost.is_reached:
                 raise
             logger.warning("%s did not finish %s: %s", model.name, call.request_id, lost)
+            # a client that tries again must not be sent to a process that is about to end
+            await child.wait(_END_S)
             raise self._failed(model) from lost
 
     async def _forward_live(self, call: _Call) -> web.StreamResponse:

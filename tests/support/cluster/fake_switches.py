@@ -13,17 +13,24 @@ from serve.errors import MergestepError
 
 
 class FakeChild:
-    """A child that never ran. status: None while it lives."""
+    """A child that never ran. status: None while it lives. end_s: how long after the loss of its
+    connections it ends, None if it does not."""
 
     def __init__(self, url: str, on_end: Callable[[], object]) -> None:
         self.url = url
         self.status: int | None = None
         self.how = "signal 9"
         self.signals: list[int] = []
+        self.end_s: float | None = None
         self._on_end = on_end
 
     def send_signal(self, number: int) -> None:
         self.signals.append(number)
+
+    async def wait(self, seconds: float) -> None:
+        if self.end_s is not None:
+            await asyncio.sleep(min(seconds, self.end_s))
+            self.die()
 
     async def kill(self) -> None:
         self.die()

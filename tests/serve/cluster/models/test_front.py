@@ -147,6 +147,41 @@ def test_a_process_that_does_not_answer_is_an_error_of_its_model() -> None:
     run(check, gone)
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+def test_a_request_after_the_error_of_a_dying_process_is_served(is_stream: bool) -> None:
+    """Its connections end before it does: the client hears of the error when both have."""
+    deaths = 1
+
+    async def dying(request: web.BaseRequest) -> web.StreamResponse:
+        nonlocal deaths
+        if not deaths:
+            return await echo(request)
+        deaths -= 1
+        if is_stream:
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+            await response.prepare(request)
+            await response.write(EVENT)
+            await asyncio.sleep(0.05)
+        assert request.transport is not None
+        request.transport.abort()
+        await asyncio.sleep(1)
+        raise AssertionError
+
+    async def check(front: Front) -> None:
+        await front.pool.acquire(front.pool.models["a"], 1.0)
+        front.pool.release(front.pool.models["a"])
+        child: Any = front.pool.models["a"].child
+        child.end_s = 0.2
+        status, answer = await front.post(CHAT, {"model": "a"})
+        assert status == (200 if is_stream else 503)
+        assert b"model_failed" in (answer if is_stream else json.dumps(answer).encode())
+        assert front.pool.models["a"].state is State.STOPPED
+        assert (await front.post(CHAT, {"model": "a"}))[0] == 200
+        assert front.switches.log == ["start a", "start a"]
+
+    run(check, dying)
+
+
 def test_a_process_that_has_ended_unseen_is_started_again() -> None:
     async def check(front: Front) -> None:
         await front.post(CHAT, {"model": "a"})
