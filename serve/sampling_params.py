@@ -279,6 +279,12 @@ class SamplingParams:
             or self.frequency_penalty != 0.0
         )
 
+    def most_tokens(self, room: int) -> int:
+        """Returns the most tokens of the answer. room: what the context has for it."""
+        if self.max_tokens is not None:
+            return self.max_tokens
+        return room if self.default_max_tokens is None else min(room, self.default_max_tokens)
+
     def changed(self, **changes: object) -> SamplingParams:
         """Returns a copy with other values, which must be valid.
 

@@ -61,8 +61,7 @@ def check_request(request: Request, token_ids: Sequence[int], limits: RequestLim
     if not all(_is_token(token, vocab_size) for token in token_ids):
         raise RequestError(f"token ids must be integers from 0 to {vocab_size - 1}", param="prompt")
     if params.max_tokens is None:
-        most = params.default_max_tokens
-        params = params.changed(max_tokens=room if most is None else min(room, most))
+        params = params.changed(max_tokens=params.most_tokens(room))
     _check_answers(params, vocab_size)
     if params.kv_policy is not None:
         params = _with_policy(params, limits.kv_policy)

@@ -167,9 +167,7 @@ class _UnscoredPrefixes(PrefixLookup):
         schedule = _schedule_of(request, self._eviction)
         if schedule is None:
             return super().num_missing_rows(request, page_keys)
-        num_answer = request.params.max_tokens
-        if num_answer is None:
-            num_answer = self._evicting_kv.max_model_len - num_prompt
+        num_answer = request.params.most_tokens(self._evicting_kv.max_model_len - num_prompt)
         most = self._most_shared(num_prompt, schedule, num_answer)
         return num_prompt - self._evicting_kv.num_cached_tokens(page_keys, most)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import aiohttp
@@ -122,6 +123,26 @@ def test_hits_are_those_of_the_kv_policy_that_a_request_names(
             found = usage["prompt_tokens_details"]["cached_tokens"]
             assert client.load(**said)["cached_tokens"] == found
             assert (found == 0) == (own is None)
+
+
+@pytest.mark.small_pages
+def test_hits_are_those_of_the_answer_that_a_key_allows(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Prompt and answer stay within the budget, so that nothing is scored or dropped."""
+    monkeypatch.setattr(KVManager, "map_seconds", lambda self, hit: 0.0)
+    keys, key = tmp_path / "keys.toml", "key-of-a-client-aaaa"
+    keys.write_text(f'[[keys]]\nname = "a"\nkey = "{key}"\nmax_tokens = 9\n')
+    keys.chmod(0o600)
+    settings = HttpSettings(port=0, api_key_file=str(keys))
+    with ServerThread(engine(kv_policy="h2o:budget=128", kv_page_bytes=4096), settings) as server:
+        client = Client(server.url, key)
+        messages = [{"role": "user", "content": "the quick brown fox " * 4}]
+        body = {"model": "m", "messages": messages, "temperature": 0}
+        client.post("/v1/chat/completions", body)
+        usage = client.post("/v1/chat/completions", body).json()["usage"]
+        found = usage["prompt_tokens_details"]["cached_tokens"]
+        assert client.load(**body)["cached_tokens"] == found > 0
 
 
 def test_a_question_computes_nothing(client: Client) -> None:
