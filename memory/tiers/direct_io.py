@@ -75,6 +75,14 @@ def choose_io(directory: str | Path, io: str = "auto", *, depth: int = 64) -> st
     raise refusals[-1][1]
 
 
+def choose_read_io(directory: str | Path) -> str:
+    """Returns the I/O method for files of this directory, which need not be one to write to."""
+    try:
+        return choose_io(directory)
+    except OSError:
+        return "threads"
+
+
 def _try_out(directory: str | Path, io: str, depth: int) -> OSError | None:
     """Returns the error that rules the method out, or None. A full or failing disk does not."""
     pattern = os.urandom(ALIGNMENT)

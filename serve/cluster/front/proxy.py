@@ -87,8 +87,9 @@ class Proxy:
 
         more: headers of the request to set. left_out: those, in lower case, to leave out.
         answer_headers: headers to add to the answer. last_event: makes the event that ends a stream
-        which broke off between two events; None: there is none. on_begin: is called with the first bytes of the answer.
-        Raises UpstreamLostError, and ConnectionError if the client has left or reads nothing.
+        which broke off between two events; None: there is none. on_begin: is called with the first
+        bytes of the answer. Raises UpstreamLostError, and ConnectionError if the client has left or
+        reads nothing.
         """
         headers = forwarded_headers(request.headers, NOT_FORWARDED | left_out)
         headers.update(more)

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memory.tiers.direct_io import choose_io, open_block_file, open_direct
+from memory.tiers.direct_io import choose_read_io, open_block_file, open_direct
 from ops.backend import LinearOp
 from ops.cpu import native_library
 from ops.cpu.native_stored import stored
@@ -44,7 +44,7 @@ class DiskFile:
             self._fd, name = tempfile.mkstemp(dir=folder, suffix=UNFINISHED)
             try:
                 self._read_fd, self._is_direct = open_direct(name, os.O_RDONLY)
-                self._io = _io(folder)
+                self._io = choose_read_io(folder)
             finally:
                 os.unlink(name)
             os.posix_fallocate(self._fd, 0, num_bytes)  # a full disk is noticed here
@@ -117,13 +117,6 @@ class DiskFile:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._read_fd = -1
-
-
-def _io(folder: Path) -> str:
-    try:
-        return choose_io(folder)
-    except OSError:
-        return "threads"
 
 
 def pages(num_bytes: int) -> Tensor:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from memory.tiers.direct_io import choose_io, open_block_file, open_direct
+from memory.tiers.direct_io import choose_read_io, open_block_file, open_direct
 from ops.cpu.heap import return_freed_memory
 from serve import read_ahead
 from serve.errors import ConfigError, ModelLoadError, reason
@@ -114,10 +114,7 @@ class StreamingCache:
         fd, is_direct = open_direct(file, os.O_RDONLY)
         try:
             folders.mark_used(fd)
-            try:
-                io = choose_io(file.parent)
-            except OSError:
-                io = "threads"  # a folder that cannot be written to
+            io = choose_read_io(file.parent)
             source = model.read(fd)
             block_file = open_block_file(fd, is_direct=is_direct, depth=DEPTH, io=io)
         except BaseException:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from memory.tiers.block_file import Transfer
-from memory.tiers.direct_io import choose_io, open_block_file, open_direct
+from memory.tiers.direct_io import choose_read_io, open_block_file, open_direct
 from ops.cpu import native_library
 from serve.loading.streaming.placement import Speeds
 from serve.loading.streaming.units import PIECE_BYTES, Piece
@@ -55,10 +55,7 @@ def _speed(
     try:
         size = os.fstat(fd).st_size
         whole = [Piece(at, PIECE_BYTES, 0) for at in range(0, size - PIECE_BYTES + 1, PIECE_BYTES)]
-        try:
-            io = choose_io(folder)
-        except OSError:
-            io = "threads"  # a folder that cannot be written to
+        io = choose_read_io(folder)
         file = open_block_file(fd, is_direct=is_direct, depth=_IN_FLIGHT, io=io)
     except BaseException:
         os.close(fd)

@@ -17,6 +17,7 @@ from memory.kv_manager import KVManager
 from ops.cpu import native_library
 from serve import Engine
 from serve.http import HttpServer, HttpSettings
+from serve.scheduler.step_time import StepWork
 from tests.support.engine.checkpoints import checkpoint
 from tests.support.http.running_server import ServerThread
 
@@ -56,7 +57,8 @@ def engine(**settings: Any) -> Engine:
 
 @pytest.fixture(scope="module")
 def client() -> Iterator[Client]:
-    with ServerThread(engine()) as server:
+    own = engine()
+    with ServerThread(own) as server:
         client = Client(server.url)
         assert client.load(prompt_tokens=100)["predicted_ttft_seconds"] == 0, "nothing is learned"
         for _ in range(3):
@@ -64,6 +66,10 @@ def client() -> Iterator[Client]:
                 "/v1/completions", {"model": "m", "prompt": PROMPT, "max_tokens": 20}
             )
             assert answer.status_code == 200
+        for rows in (10, 40, 120) * 8:  # a busy machine says little of what a row takes
+            work = StepWork()
+            work.add(rows, 0)
+            own.loaded.core._scheduler.chunks.model.learn(work, 1e-3 * rows)
         yield client
 
 
