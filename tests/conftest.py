@@ -33,7 +33,7 @@ if not torch.cuda.is_available():
 from memory.nodes.server.node import MemoryNode
 from ops import get_backend
 from ops.cpu import native_library
-from tests.support.cuda.quick_interpreter import remember_builtins
+from tests.support.cuda.quick_interpreter import quicken
 from tests.support.engine.raw_engine import NODE_BYTES
 from tests.support.profile import THOROUGH, mark_the_rest
 from tests.support.text.trials import save_child_processes, skip_trials
@@ -44,7 +44,7 @@ HAS_GPU = torch.cuda.is_available()
 def pytest_runtest_setup() -> None:
     # not before a test has imported Triton, which takes a while and prints what it leaks at exit
     if not HAS_GPU:
-        remember_builtins()
+        quicken()
 
 
 @pytest.fixture(autouse=True, scope="module")
