@@ -69,16 +69,19 @@ def _patch_once(interpreter: Any) -> None:
     """A function that a kernel calls replaces what the kernel's launch has replaced already."""
     from triton import language
 
-    patch, patched = interpreter._patch_lang, set[int]()
+    patch, patched = interpreter._patch_lang, set[Any]()
 
     @cache
-    def languages_of(function: Any) -> frozenset[int]:
+    def languages_of(function: Any) -> frozenset[Any]:
         modules = [each for each in function.__globals__.values() if inspect.ismodule(each)]
-        return frozenset(id(each) for each in modules if each in (language, language.core))
+        return frozenset(each for each in modules if each in (language, language.core))
+
+    def is_patched(module: Any) -> bool:
+        return module in patched and not isinstance(module.range, type)  # the language's is a class
 
     def patch_lang(function: Any) -> Any:
         languages = languages_of(function)
-        if languages and languages <= patched:
+        if languages and all(map(is_patched, languages)):
             return interpreter._LangPatchScope()
         scope = patch(function)
         patched.update(languages)
