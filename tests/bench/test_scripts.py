@@ -256,7 +256,8 @@ def test_structured(tmp_path):
     assert result["4096 compile a known one"] < result["4096 compile a new schema"]
     assert set(result) >= {"4096 mask person", "step free", "step masked"}
     # on a busy machine most tokens of so short a stream come together, without a gap
-    assert all(0 <= gaps["p50"] <= gaps["max"] > 0 for gaps in result["gaps"].values())
+    assert all(gaps["p50"] <= gaps["max"] for gaps in result["gaps"].values())
+    assert all(gaps["max"] > 0 for gaps in result["gaps"].values())
 
 
 def test_groups(tmp_path):

@@ -104,7 +104,7 @@ class Child:
             await self.kill()
 
     async def wait(self, seconds: float) -> None:
-        """Waits until it has ended, so long at most."""
+        """Waits until it has ended, but at most so many seconds."""
         if self._watching is not None:
             await asyncio.wait([self._watching], timeout=seconds)
 

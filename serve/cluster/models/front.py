@@ -48,7 +48,7 @@ from serve.http.edge.sse import named_event
 logger = logging.getLogger("serve.access")
 _REQUEST_ID = re.compile(rf"[A-Za-z0-9._-]{{1,{limits.CLIENT_REQUEST_ID_CHARS}}}")
 _ANTHROPIC = "/v1/messages"
-_END_S = 1.0  # from the end of a process's connections to its own
+_END_S = 1.0  # at most, from the end of a process's connections to its own
 
 
 @dataclass(slots=True)

@@ -14,7 +14,14 @@ import pytest
 
 from memory.tiers import direct_io
 from memory.tiers.block_file import ALIGNMENT, RingFile, ThreadFile, Transfer
-from memory.tiers.direct_io import IO_CHOICES, choose_io, open_block_file, open_direct, wait_for
+from memory.tiers.direct_io import (
+    IO_CHOICES,
+    choose_io,
+    choose_read_io,
+    open_block_file,
+    open_direct,
+    wait_for,
+)
 from ops.cpu import native_library
 from tests.support.memory.faulty_storage import Pages
 
@@ -347,3 +354,10 @@ def test_checksum_is_xxh3(kind):
             library.checksum(address, 240)
     finally:
         library.choose_instruction_set(before)
+
+
+def test_files_of_a_folder_that_cannot_be_written_to_are_read_by_threads(tmp_path, monkeypatch):
+    assert choose_read_io(tmp_path) == choose_io(tmp_path)
+    refusal = PermissionError(errno.EACCES, "not writable")
+    monkeypatch.setattr(direct_io, "_try_out", lambda *given: refusal)
+    assert choose_read_io(tmp_path) == "threads"

@@ -28,9 +28,10 @@ class FakeChild:
         self.signals.append(number)
 
     async def wait(self, seconds: float) -> None:
-        if self.end_s is not None:
-            await asyncio.sleep(min(seconds, self.end_s))
-            self.die()
+        if self.end_s is not None and self.end_s <= seconds:
+            await asyncio.sleep(self.end_s)
+            if self.status is None:
+                self.die()
 
     async def kill(self) -> None:
         self.die()

@@ -1,9 +1,9 @@
 """Makes Triton's interpreter more than twice as fast, with the same results.
 
-For an operation of a kernel it computes with numpy once, and for the most part handles types and
-shapes. What it makes anew each time is kept here: the functions of its language that it replaces,
-types of blocks, shapes of tensors, numpy's types. What it computes and then drops is left out: the
-check of integers for overflows, which looks at nothing unless `debug` is on.
+For each operation of a kernel it calls numpy once; most of its time goes into types and shapes.
+What it makes anew each time is kept here: the functions of its language that it replaces, types of
+blocks, shapes of tensors, numpy's types. What it computes and then drops is left out: the check of
+integers for overflows, whose result is read only if `debug` is on.
 """
 
 from __future__ import annotations
@@ -14,17 +14,19 @@ from functools import cache
 from typing import Any
 
 _KNOWN = "3.9."  # the version whose interpreter is known here; others are left as they are
-_quickened: set[str] = set()
 
 
 def quicken() -> None:
-    """Does nothing where no kernel has been defined, or where Triton is another one."""
+    """Does nothing where no kernel has been defined, or where Triton has another version."""
     interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or _quickened:
-        return
+    if interpreter is not None:
+        _quicken(interpreter)
+
+
+@cache
+def _quicken(interpreter: Any) -> None:
     import triton
 
-    _quickened.add(triton.__version__)
     if triton.__version__.startswith(_KNOWN):
         _keep_builtins(interpreter)
         _patch_once(interpreter)
@@ -101,11 +103,11 @@ def _keep_types(interpreter: Any) -> None:
     """Types of blocks, shapes of tensors and numpy's types are made once for each kind."""
     from triton.language import core
 
-    block_of, numpy_of = core.block_type, interpreter._get_np_dtype
+    block_type, numpy_of = core.block_type, interpreter._get_np_dtype
 
     @cache
-    def block(element: Any, shape: tuple[int, ...]) -> Any:
-        return block_of(element, list(shape))
+    def kept_block(element: Any, shape: tuple[int, ...]) -> Any:
+        return block_type(element, list(shape))
 
     @cache
     def numpy_of_scalar(element: Any) -> Any:
@@ -118,18 +120,18 @@ def _keep_types(interpreter: Any) -> None:
             numel *= each
         return core.constexpr(numel), core.tuple([core.constexpr(each) for each in shape])
 
-    def block_with(element: Any, shape: Any) -> Any:
+    def block_of(element: Any, shape: Any) -> Any:
         if type(element) is not core.dtype:  # pointers have no hash
-            return block_of(element, list(shape))
-        return block(element, tuple(shape))
+            return block_type(element, list(shape))
+        return kept_block(element, tuple(shape))
 
-    def numpy_type(of: Any) -> Any:
-        element = of.element_ty if isinstance(of, block_of) else of
+    def numpy_type(kind: Any) -> Any:
+        element = kind.element_ty if isinstance(kind, block_type) else kind
         return numpy_of(element) if element.is_ptr() else numpy_of_scalar(element)
 
-    def init(tensor: Any, handle: Any, of: Any) -> None:
-        tensor.handle, tensor.type, tensor.dtype = handle, of, of.scalar
-        tensor.numel, tensor.shape = size_of(tuple(of.shape) if of.is_block() else ())
+    def init(tensor: Any, handle: Any, kind: Any) -> None:
+        tensor.handle, tensor.type, tensor.dtype = handle, kind, kind.scalar
+        tensor.numel, tensor.shape = size_of(tuple(kind.shape) if kind.is_block() else ())
 
     is_equal, unwrap = core.dtype.__eq__, core._unwrap_if_constexpr
     plain = frozenset({core.dtype, core.tensor, core.block_type, int, float, bool, str, type(None)})
@@ -137,16 +139,17 @@ def _keep_types(interpreter: Any) -> None:
     broadcast = semantic.broadcast_impl_value
 
     def broadcast_value(self: Any, one: Any, other: Any) -> Any:
-        of, other_of = one.type, other.type
-        if of.is_block() and other_of.is_block() and of.shape.values == other_of.shape.values:
+        kind, other_kind = one.type, other.type
+        are_blocks = kind.is_block() and other_kind.is_block()
+        if are_blocks and kind.shape.values == other_kind.shape.values:
             return one, other
         return broadcast(self, one, other)
 
     interpreter._get_np_dtype = numpy_type
     core.dtype.__eq__ = lambda self, other: self is other or is_equal(self, other)
-    core._unwrap_if_constexpr = lambda of: of if type(of) in plain else unwrap(of)
-    block_of.with_element_ty = lambda self, element: block_with(element, self.shape)
-    interpreter.InterpreterBuilder.get_block_ty = lambda _, of, shape: block_with(of, shape)
+    core._unwrap_if_constexpr = lambda value: value if type(value) in plain else unwrap(value)
+    block_type.with_element_ty = lambda self, element: block_of(element, self.shape)
+    interpreter.InterpreterBuilder.get_block_ty = lambda _, of, shape: block_of(of, shape)
     core.tensor.__init__ = init
     semantic.broadcast_impl_value = broadcast_value
 

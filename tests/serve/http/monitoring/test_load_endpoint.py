@@ -66,7 +66,7 @@ def client() -> Iterator[Client]:
                 "/v1/completions", {"model": "m", "prompt": PROMPT, "max_tokens": 20}
             )
             assert answer.status_code == 200
-        for rows in (10, 40, 120) * 8:  # a busy machine says little of what a row takes
+        for rows in (10, 40, 120) * 8:  # taught, since a busy machine's times do not show it
             work = StepWork()
             work.add(rows, 0)
             own.loaded.core._scheduler.chunks.model.learn(work, 1e-3 * rows)
