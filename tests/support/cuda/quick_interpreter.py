@@ -9,6 +9,7 @@ integers for overflows, whose result is read only if `debug` is on.
 from __future__ import annotations
 
 import inspect
+import math
 import sys
 from functools import cache
 from typing import Any
@@ -115,10 +116,9 @@ def _keep_types(interpreter: Any) -> None:
 
     @cache
     def size_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
-        numel = 1
-        for each in shape:
-            numel *= each
-        return core.constexpr(numel), core.tuple([core.constexpr(each) for each in shape])
+        return core.constexpr(math.prod(shape)), core.tuple(
+            [core.constexpr(each) for each in shape]
+        )
 
     def block_of(element: Any, shape: Any) -> Any:
         if type(element) is not core.dtype:  # pointers have no hash

@@ -40,6 +40,17 @@ def run(check: Callable[[Front], Awaitable[None]], handler: Handler = echo, **gi
     asyncio.run(live())
 
 
+async def break_off(request: web.BaseRequest, sent: bytes) -> web.StreamResponse:
+    """Begins a stream, and loses its connection."""
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await response.prepare(request)
+    await response.write(sent)
+    await asyncio.sleep(0.05)
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
 def code(answer: tuple[int, Any]) -> tuple[int, str]:
     return answer[0], answer[1]["error"]["code"]
 
@@ -91,15 +102,6 @@ def test_a_stream_is_not_held_up() -> None:
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/messages"])
 def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
-    async def stream(request: web.BaseRequest) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(EVENT)
-        await asyncio.sleep(0.05)
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
     async def check(front: Front) -> None:
         status, text = await front.post(path, {"model": "a"})
         last = text.removeprefix(EVENT)
@@ -110,25 +112,16 @@ def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
         assert error["type"] == ("api_error" if path == "/v1/messages" else "server_error")
         assert front.pool.num_running == 0
 
-    run(check, stream)
+    run(check, lambda request: break_off(request, EVENT))
 
 
 def test_half_an_event_is_not_completed() -> None:
-    async def stream(request: web.BaseRequest) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-        await response.write(EVENT + b'data: {"x"')
-        await asyncio.sleep(0.05)
-        assert request.transport is not None
-        request.transport.abort()
-        return response
-
     async def check(front: Front) -> None:
         with pytest.raises(aiohttp.ClientPayloadError):
             await front.post(CHAT, {"model": "a"})
         assert front.pool.num_running == 0
 
-    run(check, stream)
+    run(check, lambda request: break_off(request, EVENT + b'data: {"x"'))
 
 
 def test_a_process_that_does_not_answer_is_an_error_of_its_model() -> None:
@@ -158,10 +151,7 @@ def test_a_request_after_the_error_of_a_dying_process_is_served(is_stream: bool)
             return await echo(request)
         deaths -= 1
         if is_stream:
-            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-            await response.prepare(request)
-            await response.write(EVENT)
-            await asyncio.sleep(0.05)
+            return await break_off(request, EVENT)
         assert request.transport is not None
         request.transport.abort()
         await asyncio.sleep(1)
