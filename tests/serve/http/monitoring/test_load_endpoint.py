@@ -150,6 +150,7 @@ def test_hits_are_those_of_the_answer_that_a_key_allows(
         usage = client.post("/v1/chat/completions", body).json()["usage"]
         found = usage["prompt_tokens_details"]["cached_tokens"]
         assert client.load(**body)["cached_tokens"] == found > 0
+        assert client.load(**body, max_tokens=8)["cached_tokens"] == found
 
 
 def test_a_question_computes_nothing(client: Client) -> None:
